@@ -1,0 +1,51 @@
+/* The engine: a checkpoint that decodes. Owns model, program, memory and the machine that runs it (the twin's thread, or a GPU's
+ * resident kernel). Callers see stream slots, a submit ring and events; nothing here knows about clients. */
+#ifndef MK_ENGINE_H
+#define MK_ENGINE_H
+
+#include "host/err.h"
+#include "host/model.h"
+#include "megakernel/rings.h"
+
+typedef struct mk_engine mk_engine;
+
+typedef struct mk_engine_config {
+    const char *dir;          /* checkpoint directory */
+    uint32_t workers;         /* twin: virtual workers (default 8); GPU: queried, must be 0 */
+    uint32_t streams;         /* stream slots, 1..1024 */
+    uint32_t context;         /* most tokens a stream may hold; 0: the model's limit or what fits */
+    uint64_t kv_tokens;       /* size of the page pool in tokens; 0: streams * context */
+    uint64_t memory;          /* bytes the engine may use; 0: what the machine has free */
+    enum mk_weights_mode weights;
+    int act_f32;              /* twin only */
+    uint32_t epoch0;          /* first epoch (tests: 0xFFFFFFF0) */
+} mk_engine_config;
+
+/* Reads, plans, validates, packs; does not start. What cannot fit is refused before anything is loaded. */
+int mk_engine_open(const mk_engine_config *cfg, mk_engine **e, mk_err *err);
+int mk_engine_start(mk_engine *e, mk_err *err);
+/* Stops after the current step and frees everything. */
+void mk_engine_close(mk_engine **e);
+
+const mk_model *mk_engine_model(const mk_engine *e);
+const struct mk_program *mk_engine_program(const mk_engine *e);
+const char *mk_engine_device(const mk_engine *e); /* "CPU twin, 8 workers, act bf16" */
+uint32_t mk_engine_slots(const mk_engine *e);
+uint32_t mk_engine_context(const mk_engine *e);  /* limit of one stream */
+uint32_t mk_engine_pages(const mk_engine *e);    /* pool */
+uint64_t mk_engine_steps(const mk_engine *e);    /* steps run since start */
+
+/* Arena of a slot; written only while no entry that refers to it is outstanding, except cancel and credits. */
+mk_slot *mk_engine_slot(mk_engine *e, uint32_t slot);
+uint32_t *mk_engine_page_table(mk_engine *e, uint32_t slot);
+uint32_t *mk_engine_tokens(mk_engine *e, uint32_t slot); /* the slot's token log, [context] */
+
+/* Puts one entry into the submit ring (seq is filled in). MK_E_CAPACITY when the ring is full. One caller at a time. */
+int mk_engine_submit(mk_engine *e, const mk_submit *s, mk_err *err);
+/* After changing cancel or credits. */
+void mk_engine_doorbell(mk_engine *e);
+/* Takes up to n events out of the token ring, in order. event_fd becomes readable when there are some (level: read it, then drain). */
+uint32_t mk_engine_events(mk_engine *e, mk_event *ev, uint32_t n);
+int mk_engine_event_fd(const mk_engine *e);
+
+#endif

@@ -1,0 +1,358 @@
+/* The instruction set: what the planner writes, the validator proves and both machines (twin and resident kernel) execute.
+ *
+ * Everything here is fixed-size, little endian and free of pointers: a program is position-independent, its addresses are
+ * offsets in named regions. Shared by host C and device code, so only plain types.
+ */
+#ifndef MK_ISA_H
+#define MK_ISA_H
+
+#include <assert.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define MK_MAX_ROWS   8      /* rows a step: the 8 columns of a tensor-core tile */
+#define MK_PAGE       64     /* tokens in a page of the KV cache */
+#define MK_NONE       0xffffu
+#define MK_MAX_TOPK   16     /* experts a token may choose */
+#define MK_MAX_UNION  (MK_MAX_ROWS * MK_MAX_TOPK)
+#define MK_MAX_EXPERT 1024
+
+/* X(NAME, name, what it does). The order is the encoding: append only. */
+#define MK_OPCODES(X)                                                                                                  \
+    X(EMBED, embed, "rows of the embedding table -> slice of the residual stream")                                     \
+    X(GEMV, gemv, "matrix slice times gathered vector, with prologue and epilogue")                                    \
+    X(CONV_STEP, conv_step, "short causal convolution and silu on one head's q, k and v slice")                        \
+    X(DELTA_STEP, delta_step, "gated delta rule on one head and one slice of its value channels")                      \
+    X(KV_APPEND, kv_append, "latent norm, rotation, one row a token into the MLA cache")                               \
+    X(MLA_PARTIAL, mla_partial, "attention of all heads over one split of the latent cache")                           \
+    X(COMBINE, combine, "partials of one head in ascending split order -> latent output")                              \
+    X(ROUTE, route, "router logits -> chosen experts and weights, local to the worker")                                \
+    X(EXPERT_UP, expert_up, "silu(gate) * up of this worker's slices of the chosen experts")                           \
+    X(EXPERT_DOWN, expert_down, "down projections of the chosen experts, added in ascending id")                       \
+    X(LM_HEAD, lm_head, "logits of a vocabulary slice, their maximum and log-sum-exp")                                 \
+    X(SAMPLE, sample, "next token and logprob of every row that asked")                                                \
+    X(SCHEDULE, schedule, "stop ids, budgets, events; composes the next step")
+
+enum mk_opcode {
+#define X(NAME, name, text) MK_OP_##NAME,
+    MK_OPCODES(X)
+#undef X
+    MK_OP_COUNT
+};
+
+/* ---- vectors -------------------------------------------------------------------------------------------------------- */
+
+/* How an activation travels from the workers that make it to those that need it.
+ *  PACKET  data as flag: 16-byte packets, 12 bytes of values + the 4-byte epoch; two halves that alternate by publication.
+ *  BULK    ordinary memory behind a counter: every publication is `signals` increments; one buffer.
+ *  LOCAL   memory of one worker; program order is the only synchronisation. */
+enum mk_scope { MK_PACKET = 0, MK_BULK = 1, MK_LOCAL = 2 };
+
+enum mk_dtype { MK_F32 = 0, MK_BF16 = 1, MK_FP8 = 2 };
+
+/* A vector is published `pubs` times a step. Publication i of step s carries epoch  epoch0 + s * MK_EPOCH_STRIDE + i + 1  and
+ * lives in half  (s * pubs + i) & 1.  Epochs are compared by equality and wrap. */
+#define MK_EPOCH_STRIDE 1024u
+
+/* A PACKET vector of `width` values a row is cut into `nslice` slices, one publishing instruction each. Slice s holds values
+ * [start[s], start[s+1]) and owns `slice_packets` packets of its own, so that no packet has two writers: a packet carries 3 f32
+ * or 6 bf16. With `trailer`, one f32 (a partial sum) follows the slice's values in the packet stream: it occupies the next
+ * 4-byte word. Packet p of slice s of row r lies at
+ *     offset + (((half * MK_MAX_ROWS + r) * nslice + s) * slice_packets + p) * 16.
+ * DYNAMIC: which worker publishes slice (j, t) depends on the route: worker (j' * T + t) mod W, see mk_expert. */
+enum { MK_VEC_DYNAMIC = 1 };
+
+typedef struct mk_vec {
+    char name[16];          /* for people: "h", "qkv", "u"; NUL-terminated */
+    uint8_t scope;          /* enum mk_scope */
+    uint8_t dtype;          /* PACKET: MK_F32 or MK_BF16 */
+    uint8_t trailer;        /* PACKET: 0 or 1 f32 after each slice */
+    uint8_t flags;          /* MK_VEC_* */
+    uint32_t width;         /* PACKET: values a row. LOCAL, BULK: bytes in all */
+    uint32_t nslice;        /* PACKET: slices. LOCAL: 0 */
+    uint32_t slice_packets; /* PACKET: packets a slice owns */
+    uint32_t pubs;          /* publications a step, >= 1 */
+    uint32_t signals;       /* BULK: increments that make one publication */
+    uint32_t start_index;   /* PACKET: index of start[0] in the program's start table (nslice + 1 entries) */
+    uint32_t counter;       /* BULK: index of its counter */
+    uint64_t offset;        /* PACKET: in the exchange region; BULK: in the bulk region; LOCAL: in the worker's local memory */
+    uint64_t reserved;
+} mk_vec;
+static_assert(sizeof(mk_vec) == 64, "mk_vec is 64 bytes");
+
+/* ---- instruction ---------------------------------------------------------------------------------------------------- */
+
+/* Wait for slices [slice0, slice0 + nslice) of publication `pub` (0-based within the step) of vector `vec`. BULK and LOCAL
+ * vectors are waited for as a whole (slice0 = nslice = 0). */
+typedef struct mk_wait {
+    uint16_t vec, pub, slice0, nslice;
+} mk_wait;
+
+enum mk_wtype { MK_W_BF16 = 1, MK_W_FP8 = 2 }; /* = enum mk_dtype */
+
+/* A matrix segment in memory, the unit a tape is made of. Rows [row0, row0 + rows) of a matrix with k columns:
+ *   scales  f32[nkb][nseg], FP8 only: nkb = ceil(k / scale_k) column blocks, nseg = 128-row blocks that the rows touch:
+ *           segment of row i = (phase + i) / 128 with phase = row0 mod 128; padded to a multiple of 16 bytes
+ *   weights [kb][row][64 bytes]: K blocks of 64 bytes (64 FP8 or 32 BF16 values), rows contiguous and unpadded; the last K block
+ *           is padded with zeros
+ * and the whole is padded to a multiple of 128 bytes. A lane of an m16n8k16 tile that reads 16 bytes of a row gets its fragments
+ * with one load (permuted k order, applied to the vector as well). */
+#define MK_KBLOCK_BYTES 64u
+#define MK_SCALE_ROWS   128u
+
+enum mk_prologue {
+    MK_PRO_NONE = 0,
+    MK_PRO_RMS = 1,      /* x <- x * rsqrt(mean(x^2) + eps) * gamma over the k inputs; gamma f32[k] at param_off */
+    MK_PRO_HEADNORM = 2, /* x_head <- x_head * rsqrt(sum of the head's slice trailers / norm_group + eps); gamma and gate were
+                            applied by the publisher (they commute with a scalar) */
+};
+enum mk_epilogue {
+    MK_EPI_STORE = 0, /* publish y */
+    MK_EPI_ADD = 1,   /* publish residual + y: residual is wait[1], the same slice */
+    MK_EPI_SILU = 2,  /* rows are [gate | up]: publish silu(gate) * up; n counts pairs */
+};
+enum { MK_GEMV_X_F32 = 1 /* the staged vector stays f32 (router); else it is rounded to bf16, unless the program is act=f32 */ };
+
+/* y[i] = sum_k W[i,k] x[k].   wait[0] = input, wait[1] = residual for ADD. Tape: one segment of n (SILU: 2n) rows. */
+typedef struct mk_gemv {
+    uint32_t n;          /* output values of this slice */
+    uint32_t k;          /* columns */
+    uint32_t in_off;     /* first input value in wait[0]'s vector */
+    uint8_t wtype;       /* enum mk_wtype */
+    uint8_t prologue;    /* enum mk_prologue */
+    uint8_t epilogue;    /* enum mk_epilogue */
+    uint8_t flags;       /* MK_GEMV_* */
+    uint16_t phase;      /* row0 mod 128: see segment. SILU: of the gate rows and of the up rows alike */
+    uint16_t nseg;       /* scale segments (SILU: of each of the two halves; gate's first) */
+    uint16_t scale_k;    /* columns a scale covers: 128 or 64 */
+    uint16_t norm_group; /* HEADNORM: values a head */
+    uint32_t k_chunk;    /* columns staged at a time; k if it fits */
+    uint32_t param_off;  /* gamma, in floats */
+    float eps;
+    float scale;         /* epilogue: y is multiplied by this before anything else; 1 for none */
+    uint32_t row0;       /* first row of the matrix (SILU: pair), for people and for the packer's check */
+} mk_gemv;
+
+/* wait: none (the step descriptor). signal: slice [first, first+n) of h. */
+typedef struct mk_embed {
+    uint64_t embed_off; /* in the embedding region */
+    uint32_t first, n, hidden;
+    uint8_t wtype; /* MK_BF16 or MK_F32 (enum mk_dtype) */
+    uint8_t pad[3];
+    float scale;
+} mk_embed;
+
+/* Causal depthwise convolution, kernel `taps`, then silu, on dk q channels, dk k channels and dv v channels of one item.
+ * wait[0..2]: the slices of "qkv" that hold the q, k and v channels. signal: LOCAL f32[rows][2*dk+dv] (q | k | v).
+ * State per slot: f32[taps-1][2*dk+dv], raw inputs, entry (pos mod (taps-1)) is that of position pos.
+ * Weights f32[2*dk+dv][taps] at param_off, tap order of the checkpoint (tap taps-1 is the current token). */
+typedef struct mk_conv {
+    uint32_t q_off, k_off, v_off; /* first value in the qkv vector */
+    uint16_t dk, dv, taps, pad;
+    uint32_t param_off;
+    uint32_t pad2;
+    uint64_t state_off; /* in the slot's state, bytes */
+} mk_conv;
+
+enum mk_decay { MK_DECAY_CHANNEL = 0 /* KDA: one g a key channel */, MK_DECAY_HEAD = 1 /* GDN: one g a head */ };
+
+/* One head, value channels [v0, v0+dv) of it; models.md 3.2:
+ *   x = f + dt_bias; g = -exp(A_log) softplus(x) (linear above 20); q,k <- l2norm (eps 1e-6 inside the root), q *= dk^-1/2
+ *   S <- diag(e^g) S; m = k'S; d = sigmoid(b) (v - m); S += k d'; o = q'S;  publish o * o_norm * sigmoid(z), trailer sum(o^2)
+ * wait[0]: LOCAL conv output; wait[1]: "fz" slices (f of the head's dk channels, z of the dv channels: two value offsets);
+ * wait[2]: "low" (b). State f32[dk][dv] at state_off. */
+typedef struct mk_delta {
+    uint16_t dk, dv;
+    uint8_t decay; /* enum mk_decay */
+    uint8_t pad[3];
+    uint32_t f_off, z_off;  /* values in wait[1]'s vector */
+    uint32_t b_off;         /* value in wait[2]'s vector */
+    uint32_t param_off;     /* f32: A_log[1], dt_bias[dk], o_norm[dv] */
+    uint64_t state_off;     /* in the slot's state, bytes */
+} mk_delta;
+
+/* MLA geometry, shared by the three attention opcodes. Cache row of a token: [c (latent, normalised) | k_pe], `latent + rope`
+ * values of the program's activation type; page p of layer's pool at kv_off + p * MK_PAGE * row bytes. */
+typedef struct mk_mla {
+    uint64_t kv_off;    /* in the KV region: this layer's pool */
+    uint32_t in_off;    /* KV_APPEND: c | k_pe in wait[0]. MLA_PARTIAL: q_pe of head 0 in wait[1] */
+    uint32_t head0;     /* first head of this instruction */
+    uint16_t heads;     /* heads of this instruction */
+    uint16_t latent, rope;
+    uint16_t qk_stride; /* MLA_PARTIAL: values between two heads in wait[1]'s vector (nope + rope) */
+    uint32_t all_heads; /* heads of the layer */
+    float scale;        /* softmax scale */
+    float eps;          /* KV_APPEND: latent norm */
+    uint32_t param_off; /* KV_APPEND: gamma f32[latent]; then, if rotary != 0, inv_freq f32[rope/2] */
+    uint8_t rotary;     /* 0 none, 1 interleaved pairs */
+    uint8_t pad[3];
+    uint32_t part;      /* MLA_PARTIAL: this instruction is part `part` of `parts`: it takes the work items i of a row with */
+    uint32_t parts;     /*              (i + row) mod parts == part; items of a row = splits x head groups */
+    uint32_t first, n;  /* COMBINE: latent values [first, first+n) of head head0 */
+} mk_mla;
+
+/* Attention splits of a row at position pos lie at absolute page positions: split s covers pages
+ * [s*P, (s+1)*P) with P = mk_split_pages(pos): a function of the row's own position alone (row invariance). */
+#define MK_MAX_SPLITS 64
+static inline uint32_t mk_split_pages(uint32_t pos)
+{
+    uint32_t pages = pos / MK_PAGE + 1, per = 1;
+    while ((pages + per - 1) / per > MK_MAX_SPLITS) per *= 2;
+    return per;
+}
+static inline uint32_t mk_splits(uint32_t pos)
+{
+    uint32_t pages = pos / MK_PAGE + 1, per = mk_split_pages(pos);
+    return (pages + per - 1) / per;
+}
+/* A partial in the bulk region: f32[latent] unnormalised sum of p*c with p = exp(s - max), then max, then sum(p), then 2 unused
+ * floats: (latent + 4) floats, at ((row * MK_MAX_SPLITS + split) * all_heads + head). */
+static inline uint32_t mk_partial_floats(uint32_t latent)
+{
+    return latent + 4;
+}
+
+enum mk_score { MK_SCORE_SIGMOID = 0, MK_SCORE_SOFTMAX = 1 };
+
+/* wait[0]: router logits (f32). signal: LOCAL mk_routes. models.md 3.6; ties go to the lower expert id. */
+typedef struct mk_route {
+    uint16_t experts, topk, groups, topk_groups;
+    uint8_t score; /* enum mk_score */
+    uint8_t renorm;
+    uint8_t has_bias;
+    uint8_t pad;
+    float scale;
+    uint32_t param_off; /* bias f32[experts] */
+} mk_route;
+
+/* What ROUTE leaves in local memory. */
+typedef struct mk_routes {
+    uint32_t n_union;                             /* distinct experts of all rows */
+    uint16_t expert[MK_MAX_UNION];                /* ascending ids */
+    uint8_t rank[MK_MAX_ROWS][MK_MAX_UNION];      /* j-th union expert is the row's rank-th choice (ascending id); 255: not chosen */
+    float weight[MK_MAX_ROWS][MK_MAX_TOPK];       /* by rank */
+} mk_routes;
+
+/* EXPERT_UP: wait[0] = h (RMS prologue), wait[1] = LOCAL routes; signal = "u" (DYNAMIC): slice rank * T + t of the row.
+ * EXPERT_DOWN: wait[0] = "u", wait[1] = LOCAL routes, wait[2] = LOCAL accumulator f32[rows][n] (residual + shared expert) or, when
+ * the layer has no shared expert, the residual vector itself; signal = h slice.
+ * Expert e's slice t lies in the expert region at base + e * expert_stride + t * slice_stride: a segment as in mk_gemv. Up slices
+ * are rows [start(t), start(t+1)) of gate and of up (gate rows first), start(t) = floor(t * inter / T).
+ * The j-th union expert's slice t of EXPERT_UP runs on worker (j * T + t) mod W; EXPERT_DOWN's slice is the worker's own rows of h
+ * (T = number of h slices, t = h slice), so the sum over experts is even by construction. */
+typedef struct mk_expert {
+    uint64_t base, expert_stride;
+    uint32_t slice_stride;
+    uint16_t T;       /* slices an expert */
+    uint16_t t;       /* EXPERT_DOWN: this instruction's slice */
+    uint32_t k;       /* columns: hidden (UP) or inter (DOWN) */
+    uint32_t inter;   /* expert width */
+    uint16_t n;       /* DOWN: rows of the slice */
+    uint16_t phase;   /* DOWN: row0 mod 128 */
+    uint8_t wtype, nseg, topk, pad; /* nseg: scale segments of a slice (UP: of each half; allocated for every slice) */
+    uint32_t param_off; /* UP: gamma */
+    float eps;
+} mk_expert;
+/* EXPERT_UP: phase of slice t = start(t) mod 128. */
+
+/* wait[0] = h with RMS prologue; signal = "stats" slice: 4 f32 a row: max logit, id of it (as u32 bits), sum exp(l - max), unused.
+ * Logits f32[row][vocab] go to the bulk vector `logits` (signal2). Rows without MK_ROW_LOGITS publish stats of -inf. */
+typedef struct mk_lm_head {
+    uint32_t n, k, row0, vocab;
+    uint8_t wtype, pad[3];
+    uint16_t phase, nseg;
+    uint32_t param_off;
+    float eps;
+    uint16_t logits_vec, logits_pub; /* the bulk vector that it also signals */
+} mk_lm_head;
+
+/* wait[0] = stats (all slices), wait[1] = logits (BULK). signal = LOCAL mk_sampled. */
+typedef struct mk_sample {
+    uint32_t vocab;
+    uint32_t slices;
+} mk_sample;
+
+typedef struct mk_sampled {
+    uint32_t token[MK_MAX_ROWS];
+    float logprob[MK_MAX_ROWS];
+} mk_sampled;
+
+/* wait[0] = LOCAL mk_sampled. The last instruction of a step, on one worker. */
+typedef struct mk_schedule {
+    uint32_t unused;
+} mk_schedule;
+
+enum {
+    MK_F_STAGED = 1, /* wait[0]'s vector, with the same prologue, was staged by the previous instruction of this queue: reuse it */
+};
+
+typedef struct mk_insn {
+    uint8_t opcode;
+    uint8_t nwait;
+    uint16_t flags;       /* MK_F_* */
+    uint16_t layer;       /* MK_NONE outside the layers */
+    uint16_t signal_vec;  /* MK_NONE: none */
+    uint16_t signal_pub;
+    uint16_t signal_slice;
+    uint32_t seq;         /* index in its queue */
+    mk_wait wait[3];
+    uint32_t tape_bytes;  /* static tape this instruction consumes, a multiple of 128 */
+    uint32_t pad;
+    uint64_t tape_off;    /* where in the worker's tape: the sum of the tape_bytes before it */
+    union {
+        mk_gemv gemv;
+        mk_embed embed;
+        mk_conv conv;
+        mk_delta delta;
+        mk_mla mla;
+        mk_route route;
+        mk_expert expert;
+        mk_lm_head lm_head;
+        mk_sample sample;
+        mk_schedule schedule;
+        uint8_t payload[72];
+    };
+} mk_insn;
+static_assert(sizeof(mk_wait) == 8, "mk_wait is 8 bytes");
+static_assert(sizeof(mk_insn) == 128, "an instruction is 128 bytes");
+static_assert(offsetof(mk_insn, seq) == 12, "header offsets are fixed");
+static_assert(offsetof(mk_insn, wait) == 16, "header offsets are fixed");
+static_assert(offsetof(mk_insn, tape_bytes) == 40, "header offsets are fixed");
+static_assert(offsetof(mk_insn, tape_off) == 48, "header offsets are fixed");
+static_assert(offsetof(mk_insn, payload) == 56, "header offsets are fixed");
+
+/* Values of start(t) for evenly cut ranges, everywhere in the project. */
+static inline uint32_t mk_start(uint32_t t, uint32_t n, uint32_t parts)
+{
+    return (uint32_t)((uint64_t)t * n / parts);
+}
+/* Values a packet carries. */
+static inline uint32_t mk_packet_values(uint32_t dtype)
+{
+    return dtype == MK_F32 ? 3u : 6u;
+}
+/* Bytes of a segment: rows x k of type wtype with nseg scale rows per column block (both halves of a SILU pair counted in
+ * rows and nseg). */
+static inline uint64_t mk_segment_scale_bytes(uint32_t wtype, uint32_t k, uint32_t nseg, uint32_t scale_k)
+{
+    if (wtype != MK_W_FP8) return 0;
+    uint64_t b = (uint64_t)((k + scale_k - 1) / scale_k) * nseg * 4;
+    return (b + 15) & ~(uint64_t)15;
+}
+static inline uint32_t mk_kblock_values(uint32_t wtype)
+{
+    return wtype == MK_W_FP8 ? 64u : 32u;
+}
+static inline uint64_t mk_segment_bytes(uint32_t wtype, uint32_t rows, uint32_t k, uint32_t nseg, uint32_t scale_k)
+{
+    uint32_t v = mk_kblock_values(wtype);
+    uint64_t b = mk_segment_scale_bytes(wtype, k, nseg, scale_k) + (uint64_t)((k + v - 1) / v) * rows * MK_KBLOCK_BYTES;
+    return (b + 127) & ~(uint64_t)127;
+}
+/* 128-row scale blocks touched by rows [phase, phase + rows). */
+static inline uint32_t mk_segments(uint32_t phase, uint32_t rows)
+{
+    return (phase + rows + MK_SCALE_ROWS - 1) / MK_SCALE_ROWS;
+}
+
+#endif

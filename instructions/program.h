@@ -1,0 +1,81 @@
+/* A program: for every worker its queue of instructions for one step of one model, the table of vectors they exchange, and the
+ * sizes of the regions that their offsets point into. Compiled once by the planner (host/planner.c), proved by the validator
+ * (instructions/validate.h), then fixed. The same bytes run on the twin and on the GPU. */
+#ifndef MK_PROGRAM_H
+#define MK_PROGRAM_H
+
+#include "host/err.h"
+#include "instructions/isa.h"
+
+#define MK_PROGRAM_MAGIC   0x31504b4du /* "MKP1" */
+#define MK_PROGRAM_VERSION 1u
+
+enum { MK_PROG_ACT_F32 = 1 /* vectors that would be bf16 are f32: the oracle's strict gate, twin only */ };
+
+/* Per-model constants that SCHEDULE, SAMPLE and the host need, and the sizes of all regions in bytes. */
+typedef struct mk_program_info {
+    uint32_t magic, version;
+    uint32_t flags; /* MK_PROG_* */
+    uint32_t workers;
+    uint32_t layers, hidden, vocab, max_context; /* max_context: tokens a stream may ever hold */
+    uint32_t n_vec, n_start, n_insn, n_counter;
+    uint64_t tape_bytes_max;   /* longest tape of a worker; worker w's tape lies at tape_base[w] of the tape region */
+    uint64_t tape_bytes;       /* all tapes */
+    uint64_t expert_bytes;     /* expert region */
+    uint64_t embed_bytes;      /* embedding region */
+    uint64_t param_floats;     /* parameter region, f32 */
+    uint64_t exchange_bytes;   /* packets */
+    uint64_t bulk_bytes;       /* partials, logits */
+    uint64_t local_bytes;      /* local memory of one worker */
+    uint64_t state_slot_bytes; /* recurrent and convolution state of one slot, all layers */
+    uint64_t kv_page_bytes;    /* one page of one layer */
+    uint32_t kv_layers;        /* layers with a KV cache; the pool of layer j starts at j * pages * kv_page_bytes */
+    uint32_t kv_pages;         /* pages of the pool this program addresses (the same page id in every layer) */
+    uint32_t state_slots;      /* slots of the pool */
+    uint32_t smem_limit;       /* shared memory a worker may use at MK_MAX_ROWS rows; 0: no limit (twin-only program) */
+    uint64_t expert_part_bytes; /* reserved for several GPUs: 0 */
+} mk_program_info;
+
+/* All arrays are owned by the program and contiguous; insn[queue[w] .. queue[w+1]) is worker w's queue. */
+typedef struct mk_program {
+    mk_program_info info;
+    mk_vec *vec;         /* [n_vec] */
+    uint32_t *start;     /* [n_start] slice starts of all vectors */
+    uint32_t *queue;     /* [workers + 1] */
+    uint64_t *tape_base; /* [workers + 1] bytes into the tape region */
+    mk_insn *insn;       /* [n_insn] */
+} mk_program;
+
+void mk_program_destroy(mk_program **p);
+
+/* Program files: the struct above, little endian, with a CRC-32 (IEEE) at the end. Load checks sizes, magic, version and CRC before
+ * anything is used, and refuses trailing bytes; it does not validate (call mk_validate). */
+int mk_program_save(const mk_program *p, const char *path, mk_err *err);
+int mk_program_load(const char *path, mk_program **p, mk_err *err);
+
+const char *mk_opcode_name(unsigned op); /* "GEMV"; "?" when out of range */
+
+static inline const uint32_t *mk_vec_starts(const mk_program *p, const mk_vec *v)
+{
+    return p->start + v->start_index;
+}
+/* Which half publication `pub` of step `step` (counted from 0 at launch) lives in, and its epoch. */
+static inline uint32_t mk_half(const mk_vec *v, uint32_t step, uint32_t pub)
+{
+    return (step * v->pubs + pub) & 1u;
+}
+static inline uint32_t mk_epoch(uint32_t epoch0, uint32_t step, uint32_t pub)
+{
+    return epoch0 + step * MK_EPOCH_STRIDE + pub + 1u;
+}
+static inline uint64_t mk_packet_offset(const mk_vec *v, uint32_t half, uint32_t row, uint32_t slice)
+{
+    return v->offset + (((uint64_t)half * MK_MAX_ROWS + row) * v->nslice + slice) * v->slice_packets * 16u;
+}
+/* Value of a BULK counter when publication `pub` of step `step` is complete (wraps). */
+static inline uint32_t mk_counter_target(const mk_vec *v, uint32_t step, uint32_t pub)
+{
+    return (step * v->pubs + pub + 1u) * v->signals;
+}
+
+#endif

@@ -1,0 +1,120 @@
+/* What host and device say to each other, and what the device says to itself: submit ring, token ring, stream slots, step
+ * descriptor. Shared by host C and device code; every struct is fixed size. On a GPU the rings and the slot arena are pinned host
+ * memory; the twin uses ordinary memory. Writers publish payload first, then the sequence number with release order. */
+#ifndef MK_RINGS_H
+#define MK_RINGS_H
+
+#include "instructions/isa.h"
+
+#define MK_SUBMIT_RING 1024u /* entries, power of two */
+#define MK_EVENT_RING  4096u /* entries, power of two */
+#define MK_MAX_STOP    16    /* stop ids of a generation */
+
+enum mk_submit_op {
+    MK_SUB_OPEN = 1,     /* slot starts empty: position 0, zero state */
+    MK_SUB_APPEND = 2,   /* arg0 = tokens added to the slot's log, arg1 = MK_APPEND_* */
+    MK_SUB_GENERATE = 3, /* arg0 = most tokens to generate; sampling and stop ids are in the slot */
+    MK_SUB_CLOSE = 4,    /* forget the slot; answered by one CLOSED event, after which pages and state may be reused */
+    MK_SUB_STOP = 5,     /* leave after the current step */
+};
+enum { MK_APPEND_LOGPROBS = 1 };
+
+/* 64 bytes. `seq` is written last, release: entry i of lap L holds seq = i + 1 counted without wrap to the ring size. */
+typedef struct mk_submit {
+    uint32_t seq;
+    uint16_t op;
+    uint16_t slot;
+    uint32_t generation; /* of the slot: an entry for an older generation is dropped */
+    uint32_t arg0, arg1;
+    uint32_t tag;        /* returned in the events that answer it */
+    uint32_t pad[10];
+} mk_submit;
+static_assert(sizeof(mk_submit) == 64, "a submit entry is 64 bytes");
+
+enum mk_event_kind {
+    MK_EV_TOKEN = 1,    /* token, logprob, position = where the token stands in the stream */
+    MK_EV_LOGPROB = 2,  /* APPEND with logprobs: logprob of the token at `position` */
+    MK_EV_APPENDED = 3, /* the append is through: position = tokens now in the stream; reason */
+    MK_EV_DONE = 4,     /* the generation is over: reason, arg = tokens generated, position = tokens now in the stream */
+    MK_EV_CLOSED = 5,
+};
+enum mk_reason {
+    MK_DONE_LENGTH = 1,   /* budget of the request used */
+    MK_DONE_STOP = 2,     /* a stop id was generated (it is delivered) */
+    MK_DONE_CONTEXT = 3,  /* the stream's context budget is full */
+    MK_DONE_CANCELLED = 4,
+    MK_DONE_ERROR = 5,    /* the step was aborted (watchdog) */
+};
+
+/* 64 bytes, one per token. Written by the device; seq last. */
+typedef struct mk_event {
+    uint32_t seq;
+    uint16_t kind; /* enum mk_event_kind */
+    uint16_t slot;
+    uint32_t generation;
+    uint32_t position;
+    uint32_t token;
+    float logprob;
+    uint32_t reason;
+    uint32_t arg;
+    uint32_t tag;
+    uint32_t step;
+    uint64_t device_ns; /* device clock when the token was chosen */
+    uint32_t pad[4];
+} mk_event;
+static_assert(sizeof(mk_event) == 64, "an event is 64 bytes");
+
+/* Sampling parameters. temperature 0 = greedy. top_k 0, top_p 1, min_p 0: off. Applied in the order temperature, top-k, top-p,
+ * min-p, each renormalising; then inverse CDF in ascending id with Philox(seed, position). */
+typedef struct mk_sampling {
+    float temperature, top_p, min_p;
+    uint32_t top_k;
+    uint64_t seed;
+    uint64_t pad;
+} mk_sampling;
+
+/* A stream slot in the arena. Written by the host before the entry that refers to it (release), read by the device; `cancel` and
+ * `credits` may change at any time. Page table and token log are separate arrays of the arena:
+ *   page[slot * max_pages + i]: pool page of tokens [i*64, i*64+64);  token[slot * max_context + pos]. */
+typedef struct mk_slot {
+    uint32_t generation;
+    uint32_t cancel;      /* != 0: end what is running */
+    uint64_t credits;     /* tokens this slot's generations may publish in all, ever growing; ~0: no flow control */
+    mk_sampling sampling;
+    uint32_t n_stop;
+    uint32_t stop[MK_MAX_STOP];
+    uint32_t context;     /* tokens this stream may hold (pages are reserved for them) */
+    uint32_t state_slot;  /* in the state pool */
+    uint32_t pad[3];
+} mk_slot;
+static_assert(sizeof(mk_slot) == 136, "slot layout");
+
+enum {
+    MK_ROW_LOGITS = 1,  /* the row needs logits */
+    MK_ROW_SAMPLE = 2,  /* choose the next token from them */
+    MK_ROW_SCORE = 4,   /* report the logprob of `target` */
+    MK_ROW_FIRST = 8,   /* first token of the stream: state reads as zero */
+};
+
+/* One row of a step. */
+typedef struct mk_row {
+    uint32_t slot;
+    uint32_t token;       /* input id */
+    uint32_t pos;         /* its position */
+    uint32_t flags;       /* MK_ROW_* */
+    uint32_t state_read;  /* state pool slot read (ignored with MK_ROW_FIRST) */
+    uint32_t state_write; /* and written */
+    uint32_t target;      /* MK_ROW_SCORE */
+    uint32_t pad;
+} mk_row;
+
+/* What every worker's controller reads before a step. */
+typedef struct mk_step {
+    uint32_t seq;    /* step number since launch, from 0 */
+    uint32_t nrows;  /* 1..8; 0: leave */
+    uint32_t any_logits;
+    uint32_t pad;
+    mk_row row[MK_MAX_ROWS];
+} mk_step;
+
+#endif
