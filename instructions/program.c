@@ -1,0 +1,194 @@
+/* Program files, and what a program owns. */
+#include "instructions/program.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static_assert(sizeof(mk_program_info) == 152, "the header of a program file has no holes");
+
+/* Most of what a file may claim. Workers and vectors have 16-bit names; the others bound what load allocates. */
+#define MAX_WORKERS 65534u
+#define MAX_VECS    65534u
+#define MAX_STARTS  (1u << 26)
+#define MAX_INSNS   (1u << 24)
+
+const char *mk_opcode_name(unsigned op)
+{
+    static const char *const name[MK_OP_COUNT] = {
+#define X(NAME, lower, text) #NAME,
+        MK_OPCODES(X)
+#undef X
+    };
+    return op < MK_OP_COUNT ? name[op] : "?";
+}
+
+void mk_program_destroy(mk_program **pp)
+{
+    if (!pp || !*pp) return;
+    mk_program *p = *pp;
+    free(p->vec);
+    free(p->start);
+    free(p->queue);
+    free(p->tape_base);
+    free(p->insn);
+    free(p);
+    *pp = NULL;
+}
+
+/* CRC-32 (IEEE 802.3, reflected polynomial 0xedb88320), continued from `crc` (0 to begin). */
+static uint32_t crc32_more(uint32_t crc, const void *data, size_t n)
+{
+    uint32_t table[256];
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t c = i;
+        for (int b = 0; b < 8; b++) c = (c >> 1) ^ ((c & 1u) ? 0xedb88320u : 0u);
+        table[i] = c;
+    }
+    const uint8_t *b = data;
+    crc = ~crc;
+    for (size_t i = 0; i < n; i++) crc = (crc >> 8) ^ table[(crc ^ b[i]) & 0xffu];
+    return ~crc;
+}
+
+/* The five arrays of a file, in file order. */
+typedef struct part {
+    const char *what;
+    void *data;
+    size_t bytes;
+} part;
+
+static void parts_of(const mk_program *p, part out[5])
+{
+    const mk_program_info *i = &p->info;
+    out[0] = (part){"vector table", p->vec, (size_t)i->n_vec * sizeof *p->vec};
+    out[1] = (part){"slice starts", p->start, (size_t)i->n_start * sizeof *p->start};
+    out[2] = (part){"queue offsets", p->queue, ((size_t)i->workers + 1) * sizeof *p->queue};
+    out[3] = (part){"tape offsets", p->tape_base, ((size_t)i->workers + 1) * sizeof *p->tape_base};
+    out[4] = (part){"instructions", p->insn, (size_t)i->n_insn * sizeof *p->insn};
+}
+
+int mk_program_save(const mk_program *p, const char *path, mk_err *err)
+{
+    size_t len = strlen(path) + 5;
+    char *tmp = malloc(len);
+    if (!tmp) return mk_fail(err, MK_E_SYSTEM, "%s: out of memory", path);
+    snprintf(tmp, len, "%s.tmp", path);
+
+    int rc = MK_OK;
+    FILE *f = fopen(tmp, "wb");
+    if (!f) {
+        rc = mk_fail(err, MK_E_SYSTEM, "cannot create %s: %s", tmp, strerror(errno));
+        goto out;
+    }
+    part a[5];
+    parts_of(p, a);
+    uint32_t crc = crc32_more(0, &p->info, sizeof p->info);
+    int ok = fwrite(&p->info, sizeof p->info, 1, f) == 1;
+    for (int i = 0; i < 5 && ok; i++) {
+        crc = crc32_more(crc, a[i].data, a[i].bytes);
+        ok = fwrite(a[i].data, 1, a[i].bytes, f) == a[i].bytes;
+    }
+    ok = ok && fwrite(&crc, sizeof crc, 1, f) == 1;
+    ok = fclose(f) == 0 && ok;
+    if (!ok) rc = mk_fail(err, MK_E_SYSTEM, "writing %s: %s", tmp, strerror(errno));
+    if (!rc && rename(tmp, path) != 0) rc = mk_fail(err, MK_E_SYSTEM, "renaming %s to %s: %s", tmp, path, strerror(errno));
+    if (rc) unlink(tmp);
+out:
+    free(tmp);
+    return rc;
+}
+
+static int check_header(const mk_program_info *i, const char *path, mk_err *err)
+{
+    if (i->magic != MK_PROGRAM_MAGIC)
+        return mk_fail(err, MK_E_PROGRAM, "%s: not a program file: magic is 0x%08x, expected 0x%08x", path, i->magic,
+                       MK_PROGRAM_MAGIC);
+    if (i->version != MK_PROGRAM_VERSION)
+        return mk_fail(err, MK_E_PROGRAM, "%s: program version %u, expected %u", path, i->version, MK_PROGRAM_VERSION);
+    const struct {
+        const char *what;
+        uint32_t n, least, most;
+    } count[] = {
+        {"workers", i->workers, 1, MAX_WORKERS},
+        {"vectors", i->n_vec, 1, MAX_VECS},
+        {"slice starts", i->n_start, 0, MAX_STARTS},
+        {"instructions", i->n_insn, 1, MAX_INSNS},
+    };
+    for (size_t k = 0; k < sizeof count / sizeof count[0]; k++)
+        if (count[k].n < count[k].least || count[k].n > count[k].most)
+            return mk_fail(err, MK_E_PROGRAM, "%s: header says %u %s, expected %u to %u", path, count[k].n, count[k].what,
+                           count[k].least, count[k].most);
+    return MK_OK;
+}
+
+int mk_program_load(const char *path, mk_program **out, mk_err *err)
+{
+    *out = NULL;
+    FILE *f = fopen(path, "rb");
+    if (!f) return mk_fail(err, MK_E_SYSTEM, "cannot open %s: %s", path, strerror(errno));
+
+    int rc;
+    mk_program *p = calloc(1, sizeof *p);
+    struct stat st;
+    if (!p) {
+        rc = mk_fail(err, MK_E_SYSTEM, "%s: out of memory", path);
+        goto out;
+    }
+    if (fstat(fileno(f), &st) != 0 || !S_ISREG(st.st_mode)) {
+        rc = mk_fail(err, MK_E_SYSTEM, "%s: not a regular file", path);
+        goto out;
+    }
+    if (fread(&p->info, sizeof p->info, 1, f) != 1) {
+        rc = mk_fail(err, MK_E_PROGRAM, "%s: truncated: %lld bytes, a program's header alone is %zu", path, (long long)st.st_size,
+                     sizeof p->info);
+        goto out;
+    }
+    rc = check_header(&p->info, path, err);
+    if (rc) goto out;
+
+    part a[5];
+    parts_of(p, a);
+    uint64_t want = sizeof p->info + sizeof(uint32_t);
+    for (int i = 0; i < 5; i++) want += a[i].bytes;
+    if ((uint64_t)st.st_size != want) {
+        rc = mk_fail(err, MK_E_PROGRAM, "%s: %s: %lld bytes, the header's counts make %llu", path,
+                     (uint64_t)st.st_size < want ? "truncated" : "trailing bytes", (long long)st.st_size,
+                     (unsigned long long)want);
+        goto out;
+    }
+    p->vec = malloc(a[0].bytes);
+    p->start = malloc(a[1].bytes + 1); /* there may be none */
+    p->queue = malloc(a[2].bytes);
+    p->tape_base = malloc(a[3].bytes);
+    p->insn = malloc(a[4].bytes);
+    if (!p->vec || !p->start || !p->queue || !p->tape_base || !p->insn) {
+        rc = mk_fail(err, MK_E_SYSTEM, "%s: out of memory for a program of %llu bytes", path, (unsigned long long)want);
+        goto out;
+    }
+    parts_of(p, a);
+    uint32_t crc = crc32_more(0, &p->info, sizeof p->info), stored = 0;
+    for (int i = 0; i < 5; i++) {
+        if (fread(a[i].data, 1, a[i].bytes, f) != a[i].bytes) {
+            rc = mk_fail(err, MK_E_PROGRAM, "%s: truncated in the %s", path, a[i].what);
+            goto out;
+        }
+        crc = crc32_more(crc, a[i].data, a[i].bytes);
+    }
+    if (fread(&stored, sizeof stored, 1, f) != 1) {
+        rc = mk_fail(err, MK_E_PROGRAM, "%s: truncated before the checksum", path);
+        goto out;
+    }
+    if (stored != crc) {
+        rc = mk_fail(err, MK_E_PROGRAM, "%s: corrupted: CRC-32 is 0x%08x, the file says 0x%08x", path, crc, stored);
+        goto out;
+    }
+out:
+    fclose(f);
+    if (rc) mk_program_destroy(&p);
+    *out = p;
+    return rc;
+}
