@@ -9,6 +9,7 @@
 #define MK_SUBMIT_RING 1024u /* entries, power of two */
 #define MK_EVENT_RING  4096u /* entries, power of two */
 #define MK_MAX_STOP    16    /* stop ids of a generation */
+#define MK_MAX_APPENDS 8     /* appends of one slot that may be outstanding */
 
 enum mk_submit_op {
     MK_SUB_OPEN = 1,     /* slot starts empty: position 0, zero state */
@@ -78,7 +79,7 @@ typedef struct mk_sampling {
  *   page[slot * max_pages + i]: pool page of tokens [i*64, i*64+64);  token[slot * max_context + pos]. */
 typedef struct mk_slot {
     uint32_t generation;
-    uint32_t cancel;      /* != 0: end what is running */
+    uint32_t cancel;      /* != 0: end what is running. The host clears it before it submits the slot's next entry */
     uint64_t credits;     /* tokens this slot's generations may publish in all, ever growing; ~0: no flow control */
     mk_sampling sampling;
     uint32_t n_stop;

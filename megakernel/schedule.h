@@ -1,0 +1,304 @@
+/* SCHEDULE: who decides what a step contains (design.md section 3). One source for the twin and the device.
+ *
+ * One fixed rule: one row for every stream that is generating (round-robin when there are more than eight), then prompt tokens of the
+ * oldest stream that has any, until MK_MAX_ROWS rows are used. A stream's last known token is held back ("pending") until more
+ * tokens or a GENERATE arrive, because the step that processes it is the one that yields the logits of the next.
+ *
+ * The state here belongs to the worker that runs SCHEDULE; rings and slots are shared with the host (megakernel/rings.h). */
+#ifndef MK_SCHEDULE_H
+#define MK_SCHEDULE_H
+
+#include "megakernel/rings.h"
+
+#ifdef __CUDACC__
+#define MK_FN __device__ static inline
+#else
+#define MK_FN static inline
+#endif
+
+/* Accesses to memory that the host shares. */
+#ifdef __CUDA_ARCH__
+MK_FN uint32_t mk_sys_load(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+MK_FN uint64_t mk_sys_load64(const uint64_t *p)
+{
+    uint64_t v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+MK_FN void mk_sys_store(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+#else
+MK_FN uint32_t mk_sys_load(const uint32_t *p)
+{
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+MK_FN uint64_t mk_sys_load64(const uint64_t *p)
+{
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+MK_FN void mk_sys_store(uint32_t *p, uint32_t v)
+{
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+#endif
+
+typedef struct mk_append_mark {
+    uint32_t end; /* stream length once it is through */
+    uint32_t begin;
+    uint32_t tag, flags;
+} mk_append_mark;
+
+/* What SCHEDULE knows of a slot. */
+typedef struct mk_sched_slot {
+    uint32_t generation, open;
+    uint32_t pos;  /* tokens processed: the next row is for position pos */
+    uint32_t len;  /* tokens known; pos <= len - 1 unless both are 0 */
+    uint32_t last; /* id of the token at len - 1, when it was generated here */
+    uint32_t last_pos;
+    uint32_t n_append;
+    mk_append_mark append[MK_MAX_APPENDS];
+    uint32_t gen, gen_tag, left, produced; /* the running generation */
+    uint64_t published;                    /* tokens of all generations, against slot.credits */
+} mk_sched_slot;
+
+typedef struct mk_sched {
+    /* shared with the host */
+    mk_submit *submit;    /* [MK_SUBMIT_RING] */
+    mk_event *event;      /* [MK_EVENT_RING] */
+    uint32_t *event_read; /* events the host has taken */
+    mk_slot *slot;
+    const uint32_t *token;
+    uint32_t max_context, n_slots;
+    /* own */
+    mk_sched_slot *st;  /* [n_slots] */
+    uint32_t *active;   /* [n_slots] open slots, oldest first */
+    uint32_t n_active;
+    uint32_t submit_next, event_next; /* sequence numbers, wrap */
+    uint32_t rr;                      /* round-robin start among generating streams */
+    uint32_t stop, step;
+    uint32_t stalled; /* compose could not go on for want of event-ring space */
+    mk_step next;
+} mk_sched;
+
+MK_FN uint32_t mk_sched_event_room(const mk_sched *s)
+{
+    return MK_EVENT_RING - (s->event_next - mk_sys_load(s->event_read));
+}
+
+MK_FN void mk_sched_emit(mk_sched *s, uint32_t slot, uint32_t kind, uint32_t position, uint32_t token, float logprob, uint32_t reason,
+                         uint32_t arg, uint32_t tag, uint64_t now)
+{
+    mk_event *e = &s->event[s->event_next % MK_EVENT_RING];
+    e->kind = (uint16_t)kind;
+    e->slot = (uint16_t)slot;
+    e->generation = s->st[slot].generation;
+    e->position = position;
+    e->token = token;
+    e->logprob = logprob;
+    e->reason = reason;
+    e->arg = arg;
+    e->tag = tag;
+    e->step = s->step;
+    e->device_ns = now;
+    s->event_next++;
+    mk_sys_store(&e->seq, s->event_next);
+}
+
+/* Reports the appends that are through: all their tokens but the stream's last are processed. */
+MK_FN void mk_sched_appended(mk_sched *s, uint32_t slot, uint32_t reason, uint64_t now)
+{
+    mk_sched_slot *t = &s->st[slot];
+    uint32_t k = 0;
+    while (k < t->n_append && (t->pos + 1 >= t->append[k].end || reason == MK_DONE_CANCELLED)) {
+        uint32_t end = t->append[k].end < t->len ? t->append[k].end : t->len;
+        mk_sched_emit(s, slot, MK_EV_APPENDED, end, 0, 0.0f, reason, 0, t->append[k].tag, now);
+        k++;
+    }
+    for (uint32_t i = k; i < t->n_append; i++) t->append[i - k] = t->append[i];
+    t->n_append -= k;
+}
+
+MK_FN void mk_sched_done(mk_sched *s, uint32_t slot, uint32_t reason, uint64_t now)
+{
+    mk_sched_slot *t = &s->st[slot];
+    t->gen = 0;
+    mk_sched_emit(s, slot, MK_EV_DONE, t->len, 0, 0.0f, reason, t->produced, t->gen_tag, now);
+}
+
+MK_FN void mk_sched_cancel(mk_sched *s, uint32_t slot, uint64_t now)
+{
+    mk_sched_slot *t = &s->st[slot];
+    if (t->n_append) { /* tokens not yet processed are dropped; one stays pending */
+        t->len = t->pos + 1;
+        mk_sched_appended(s, slot, MK_DONE_CANCELLED, now);
+    }
+    if (t->gen) mk_sched_done(s, slot, MK_DONE_CANCELLED, now);
+}
+
+/* After a step: publishes what its rows yielded. token/logprob are SAMPLE's results by row. */
+MK_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_t *token, const float *logprob, uint64_t now)
+{
+    for (uint32_t r = 0; r < step->nrows; r++) {
+        const mk_row *row = &step->row[r];
+        mk_sched_slot *t = &s->st[row->slot];
+        t->pos = row->pos + 1;
+        if (row->flags & MK_ROW_SCORE)
+            mk_sched_emit(s, row->slot, MK_EV_LOGPROB, row->pos + 1, row->target, logprob[r], 0, 0, t->append[0].tag, now);
+        if (t->n_append) mk_sched_appended(s, row->slot, 0, now);
+        if (row->flags & MK_ROW_SAMPLE) {
+            const mk_slot *slot = &s->slot[row->slot];
+            t->last = token[r];
+            t->last_pos = t->len++;
+            t->produced++;
+            t->published++;
+            t->left--;
+            mk_sched_emit(s, row->slot, MK_EV_TOKEN, t->last_pos, token[r], logprob[r], 0, t->produced, t->gen_tag, now);
+            uint32_t stop = 0;
+            for (uint32_t i = 0; i < slot->n_stop; i++) stop |= slot->stop[i] == token[r];
+            if (stop)
+                mk_sched_done(s, row->slot, MK_DONE_STOP, now);
+            else if (t->left == 0)
+                mk_sched_done(s, row->slot, MK_DONE_LENGTH, now);
+            else if (t->len >= slot->context)
+                mk_sched_done(s, row->slot, MK_DONE_CONTEXT, now);
+        }
+    }
+}
+
+/* Takes one entry of the submit ring; returns 0 when there is none or it has to wait. */
+MK_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
+{
+    const mk_submit *e = &s->submit[s->submit_next % MK_SUBMIT_RING];
+    if (mk_sys_load(&e->seq) != s->submit_next + 1) return 0;
+    uint32_t i = e->slot, op = e->op;
+    mk_sched_slot *t = &s->st[i < s->n_slots ? i : 0];
+    if (op == MK_SUB_STOP) {
+        s->stop = 1;
+    } else if (i >= s->n_slots || (op != MK_SUB_OPEN && (!t->open || t->generation != e->generation))) {
+        /* for a stream that is gone */
+    } else if (op == MK_SUB_OPEN) {
+        if (!t->open) s->active[s->n_active++] = i;
+        t->open = 1;
+        t->generation = e->generation;
+        t->pos = t->len = t->last = t->n_append = t->gen = t->produced = t->left = 0;
+        t->last_pos = 0xffffffffu;
+        t->published = 0;
+    } else if (op == MK_SUB_APPEND) {
+        if (t->n_append == MK_MAX_APPENDS) return 0;
+        mk_append_mark *m = &t->append[t->n_append++];
+        m->begin = t->len;
+        t->len += e->arg0;
+        m->end = t->len;
+        m->tag = e->tag;
+        m->flags = e->arg1;
+        mk_sched_appended(s, i, 0, now);
+    } else if (op == MK_SUB_GENERATE) {
+        t->gen = 1;
+        t->gen_tag = e->tag;
+        t->left = e->arg0;
+        t->produced = 0;
+        if (t->left == 0)
+            mk_sched_done(s, i, MK_DONE_LENGTH, now);
+        else if (t->len == 0)
+            mk_sched_done(s, i, MK_DONE_ERROR, now);
+        else if (t->len >= s->slot[i].context)
+            mk_sched_done(s, i, MK_DONE_CONTEXT, now);
+    } else if (op == MK_SUB_CLOSE) {
+        mk_sched_cancel(s, i, now);
+        mk_sched_emit(s, i, MK_EV_CLOSED, t->len, 0, 0.0f, 0, 0, e->tag, now);
+        t->open = 0;
+        uint32_t k = 0;
+        while (s->active[k] != i) k++;
+        for (s->n_active--; k < s->n_active; k++) s->active[k] = s->active[k + 1];
+    }
+    s->submit_next++;
+    return 1;
+}
+
+/* Adds the row for position `pos` of slot i. */
+MK_FN void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
+{
+    mk_sched_slot *t = &s->st[i];
+    mk_row *row = &d->row[d->nrows];
+    uint32_t pos = t->pos;
+    for (uint32_t k = 0; k < d->nrows; k++) pos += d->row[k].slot == i;
+    row->slot = i;
+    row->pos = pos;
+    row->token = pos == t->last_pos ? t->last : s->token[(uint64_t)i * s->max_context + pos];
+    row->flags = pos == 0 ? MK_ROW_FIRST : 0;
+    row->state_read = row->state_write = s->slot[i].state_slot;
+    row->target = 0;
+    row->pad = 0;
+    if (pos + 1 == t->len) {
+        row->flags |= MK_ROW_LOGITS | MK_ROW_SAMPLE;
+    } else {
+        for (uint32_t k = 0; k < t->n_append; k++)
+            if (pos + 1 >= t->append[k].begin && pos + 1 < t->append[k].end && (t->append[k].flags & MK_APPEND_LOGPROBS)) {
+                row->flags |= MK_ROW_LOGITS | MK_ROW_SCORE;
+                row->target = s->token[(uint64_t)i * s->max_context + pos + 1];
+            }
+    }
+    if (row->flags & MK_ROW_LOGITS) d->any_logits = 1;
+    d->nrows++;
+}
+
+/* Composes the next step into s->next; nrows = 0 when there is nothing to do (s->stop: leave). Every row may yield up to
+ * 2 + MK_MAX_APPENDS events, every control entry as many: room is reserved before anything is published. */
+MK_FN void mk_sched_compose(mk_sched *s, uint64_t now)
+{
+    const uint32_t per = 2 + MK_MAX_APPENDS;
+    mk_step *d = &s->next;
+    d->nrows = 0;
+    d->any_logits = 0;
+    d->pad = 0;
+    s->stalled = 0;
+    for (uint32_t n = 0; n < 64; n++) { /* bounded entries a step */
+        if (mk_sched_event_room(s) < per) {
+            s->stalled = 1;
+            return;
+        }
+        if (!mk_sched_take(s, now)) break;
+    }
+    for (uint32_t k = 0; k < s->n_active; k++) {
+        uint32_t i = s->active[k];
+        if ((s->st[i].gen || s->st[i].n_append) && mk_sys_load(&s->slot[i].cancel)) {
+            if (mk_sched_event_room(s) < per) {
+                s->stalled = 1;
+                return;
+            }
+            mk_sched_cancel(s, i, now);
+        }
+    }
+    uint32_t room = mk_sched_event_room(s) / per;
+    uint32_t rows = room < MK_MAX_ROWS ? room : MK_MAX_ROWS;
+    if (rows < MK_MAX_ROWS) s->stalled = 1;
+    /* generating streams */
+    uint32_t first = s->n_active ? s->rr % s->n_active : 0, last = first;
+    for (uint32_t k = 0; k < s->n_active && d->nrows < rows; k++) {
+        uint32_t a = (first + k) % s->n_active, i = s->active[a];
+        mk_sched_slot *t = &s->st[i];
+        if (!t->gen || t->pos + 1 != t->len || t->published >= mk_sys_load64(&s->slot[i].credits)) continue;
+        mk_sched_row(s, d, i);
+        last = a + 1;
+    }
+    if (d->nrows == MK_MAX_ROWS) s->rr = last;
+    /* prompt tokens, oldest stream first; the row of the last one samples when the generation is already waiting */
+    for (uint32_t k = 0; k < s->n_active && d->nrows < rows; k++) {
+        uint32_t i = s->active[k];
+        mk_sched_slot *t = &s->st[i];
+        if (t->pos + 1 >= t->len) continue;
+        uint32_t end = t->len - 1;
+        if (t->gen && t->published < mk_sys_load64(&s->slot[i].credits)) end = t->len;
+        for (uint32_t p = t->pos; p < end && d->nrows < rows; p++) mk_sched_row(s, d, i);
+    }
+    d->seq = s->step;
+}
+
+#endif

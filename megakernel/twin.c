@@ -1,0 +1,187 @@
+#include "megakernel/twin.h"
+
+#include "megakernel/exchange.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+struct mk_twin {
+    const mk_program *prog;
+    mk_memory mem;
+    mk_sched sched;
+    uint32_t epoch0;
+    uint32_t *pc; /* [workers] next instruction */
+    float *scratch;
+    size_t scratch_floats;
+    mk_twin_hook hook;
+    void *hook_arg;
+    mk_route_hook route_hook;
+    void *route_arg;
+    struct {
+        void *p;
+        size_t bytes;
+    } map[16];
+    int n_map;
+};
+
+static void (*const dispatch[MK_OP_COUNT])(mk_ctx *) = {
+#define X(NAME, name, text) [MK_OP_##NAME] = mk_##name##_twin,
+    MK_OPCODES(X)
+#undef X
+};
+
+/* Zeroed memory, touched only when used. */
+static void *region(mk_twin *t, const char *name, uint64_t bytes, mk_err *err)
+{
+    if (bytes == 0) bytes = 64;
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) {
+        mk_fail(err, MK_E_CAPACITY, "no memory for the %s region: %llu bytes", name, (unsigned long long)bytes);
+        return NULL;
+    }
+    t->map[t->n_map].p = p;
+    t->map[t->n_map++].bytes = bytes;
+    return p;
+}
+
+int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **out, mk_err *err)
+{
+    *out = NULL;
+    mk_twin *t = calloc(1, sizeof *t);
+    if (!t) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    const mk_program_info *i = &p->info;
+    t->prog = p;
+    t->epoch0 = cfg->epoch0;
+    mk_memory *m = &t->mem;
+    m->n_slots = cfg->slots;
+    m->max_context = cfg->context;
+    m->max_pages = (cfg->context + MK_PAGE - 1) / MK_PAGE;
+    mk_sched *s = &t->sched;
+    /* per row: the widest gathered vector and an output of the same order; see mk_ctx.scratch */
+    t->scratch_floats = (size_t)64 * 1024 + (size_t)MK_MAX_ROWS * 4 * (i->hidden + 65536);
+    if (!(m->tape = region(t, "tape", i->tape_bytes, err)) || !(m->expert = region(t, "expert", i->expert_bytes, err)) ||
+        !(m->embed = region(t, "embedding", i->embed_bytes, err)) ||
+        !(m->param = region(t, "parameter", i->param_floats * 4, err)) ||
+        !(m->exchange = region(t, "exchange", i->exchange_bytes, err)) || !(m->bulk = region(t, "bulk", i->bulk_bytes, err)) ||
+        !(m->counter = region(t, "counter", (uint64_t)i->n_counter * 4, err)) ||
+        !(m->local = region(t, "local", (uint64_t)i->workers * i->local_bytes, err)) ||
+        !(m->state = region(t, "state", (uint64_t)i->state_slots * i->state_slot_bytes, err)) ||
+        !(m->kv = region(t, "KV cache", (uint64_t)i->kv_layers * i->kv_pages * i->kv_page_bytes, err)) ||
+        !(m->slot = region(t, "slot", (uint64_t)cfg->slots * (sizeof(mk_slot) + sizeof(mk_sched_slot) + 4), err)) ||
+        !(m->page = region(t, "page table", (uint64_t)cfg->slots * m->max_pages * 4, err)) ||
+        !(m->token = region(t, "token log", (uint64_t)cfg->slots * cfg->context * 4, err)) ||
+        !(s->submit = region(t, "ring", sizeof(mk_submit) * MK_SUBMIT_RING + sizeof(mk_event) * MK_EVENT_RING + 64, err)) ||
+        !(t->scratch = region(t, "scratch", t->scratch_floats * 4 + (uint64_t)i->workers * 4, err))) {
+        mk_twin_destroy(&t);
+        return err ? err->code : MK_E_CAPACITY;
+    }
+    s->st = (mk_sched_slot *)(m->slot + cfg->slots);
+    s->active = (uint32_t *)(s->st + cfg->slots);
+    s->event = (mk_event *)(s->submit + MK_SUBMIT_RING);
+    s->event_read = (uint32_t *)(s->event + MK_EVENT_RING);
+    s->slot = m->slot;
+    s->token = m->token;
+    s->max_context = cfg->context;
+    s->n_slots = cfg->slots;
+    t->pc = (uint32_t *)(t->scratch + t->scratch_floats);
+    mk_exchange_reset(p, m, t->epoch0);
+    *out = t;
+    return MK_OK;
+}
+
+void mk_twin_destroy(mk_twin **pt)
+{
+    mk_twin *t = *pt;
+    if (!t) return;
+    for (int i = 0; i < t->n_map; i++) munmap(t->map[i].p, t->map[i].bytes);
+    free(t);
+    *pt = NULL;
+}
+
+mk_memory *mk_twin_memory(mk_twin *t) { return &t->mem; }
+mk_sched *mk_twin_sched(mk_twin *t) { return &t->sched; }
+
+void mk_twin_set_hook(mk_twin *t, mk_twin_hook f, void *arg)
+{
+    t->hook = f;
+    t->hook_arg = arg;
+}
+
+void mk_twin_set_route_hook(mk_twin *t, mk_route_hook f, void *arg)
+{
+    t->route_hook = f;
+    t->route_arg = arg;
+}
+
+static int deadlock(const mk_twin *t, mk_ctx *c, mk_err *err)
+{
+    const mk_program *p = t->prog;
+    for (uint32_t w = 0; w < p->info.workers; w++) {
+        if (t->pc[w] == p->queue[w + 1]) continue;
+        c->in = &p->insn[t->pc[w]];
+        c->worker = w;
+        for (int k = 0; k < c->in->nwait; k++) {
+            uint32_t slice;
+            if (mk_wait_ready(c, k, &slice)) continue;
+            return mk_fail(err, MK_E_BUG, "step %u: worker %u waits for ever at #%u %s layer %d: vector %s publication %u slice %u",
+                           c->step->seq, w, c->in->seq, mk_opcode_name(c->in->opcode), c->in->layer == MK_NONE ? -1 : c->in->layer,
+                           p->vec[c->in->wait[k].vec].name, c->in->wait[k].pub, slice);
+        }
+    }
+    return mk_fail(err, MK_E_BUG, "step %u stopped without a blocked instruction", c->step->seq);
+}
+
+/* Runs every queue to its end: round robin, each worker as far as it gets. */
+static int run(mk_twin *t, const mk_step *step, mk_err *err)
+{
+    const mk_program *p = t->prog;
+    uint32_t workers = p->info.workers, left = workers;
+    mk_ctx c = {.prog = p,
+                .mem = &t->mem,
+                .step = step,
+                .epoch0 = t->epoch0,
+                .scratch = t->scratch,
+                .scratch_floats = t->scratch_floats,
+                .route_hook = t->route_hook,
+                .route_arg = t->route_arg,
+                .machine = &t->sched};
+    for (uint32_t w = 0; w < workers; w++) {
+        t->pc[w] = p->queue[w];
+        if (t->pc[w] == p->queue[w + 1]) left--;
+    }
+    while (left) {
+        int progress = 0;
+        for (uint32_t w = 0; w < workers; w++) {
+            c.worker = w;
+            while (t->pc[w] < p->queue[w + 1]) {
+                c.in = &p->insn[t->pc[w]];
+                int k = 0;
+                while (k < c.in->nwait && mk_wait_ready(&c, k, NULL)) k++;
+                if (k < c.in->nwait) break;
+                dispatch[c.in->opcode](&c);
+                if (t->hook) t->hook(t->hook_arg, &c);
+                progress = 1;
+                if (++t->pc[w] == p->queue[w + 1]) left--;
+            }
+        }
+        if (!progress) return deadlock(t, &c, err);
+    }
+    return MK_OK;
+}
+
+int mk_twin_step(mk_twin *t, uint32_t *ran, mk_err *err)
+{
+    mk_sched *s = &t->sched;
+    *ran = 0;
+    if (s->next.nrows == 0) {
+        struct timespec ts;
+        clock_gettime(CLOCK_MONOTONIC, &ts);
+        mk_sched_compose(s, (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec);
+    }
+    if (s->next.nrows == 0 || s->stop) return MK_OK;
+    mk_step step = s->next; /* SCHEDULE composes the next one into s->next */
+    *ran = step.nrows;
+    return run(t, &step, err);
+}

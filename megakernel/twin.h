@@ -1,0 +1,34 @@
+/* The twin: executes a program's bytes on the CPU, cooperatively and deterministically, for any number of workers. The daemon's device
+ * where there is no GPU, the oracle of every opcode, and what CI runs. */
+#ifndef MK_TWIN_H
+#define MK_TWIN_H
+
+#include "instructions/op.h"
+#include "megakernel/schedule.h"
+
+typedef struct mk_twin mk_twin;
+
+typedef struct mk_twin_config {
+    uint32_t slots;   /* stream slots */
+    uint32_t context; /* tokens of a slot's log */
+    uint32_t epoch0;
+} mk_twin_config;
+
+/* Allocates all memory of the program (weights zeroed, to be filled through mk_twin_memory before the first step). The program must
+ * outlive the twin and must have passed the validator. NULL program memory is refused with the region that did not fit. */
+int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **t, mk_err *err);
+void mk_twin_destroy(mk_twin **t);
+
+mk_memory *mk_twin_memory(mk_twin *t);
+mk_sched *mk_twin_sched(mk_twin *t);
+
+/* Polls the submit ring and, when there is something to do, runs one step. *ran = rows of the step (0: idle; mk_twin_sched()->stop says
+ * whether to leave). MK_E_BUG when the program deadlocks: names worker, instruction and what it waits for. */
+int mk_twin_step(mk_twin *t, uint32_t *ran, mk_err *err);
+
+/* Called after every instruction (mkctl diff, tests). */
+typedef void (*mk_twin_hook)(void *arg, const mk_ctx *c);
+void mk_twin_set_hook(mk_twin *t, mk_twin_hook f, void *arg);
+void mk_twin_set_route_hook(mk_twin *t, mk_route_hook f, void *arg);
+
+#endif
