@@ -1,0 +1,32 @@
+/* What the matrix opcodes (GEMV, EXPERT_UP, EXPERT_DOWN, LM_HEAD) share on the twin: staging of the gathered vector, and the product of
+ * one tape segment with it. */
+#ifndef MK_MATVEC_H
+#define MK_MATVEC_H
+
+#include "instructions/op.h"
+
+/* One segment (layout: instructions/isa.h, mk_wtype) of `rows` rows in `halves` blocks of scale segments (2 for gate|up). */
+typedef struct mk_segment {
+    const uint8_t *data;
+    uint32_t wtype, rows, k;
+    uint32_t halves;      /* rows are `halves` equal parts, each with its own nseg scale rows */
+    uint32_t nseg, phase; /* of each part */
+    uint32_t scale_k;
+} mk_segment;
+
+/* Floats a staged row of k values occupies: k rounded up to whole K blocks, the rest zero. */
+static inline uint32_t mk_staged_stride(uint32_t k)
+{
+    return (k + 63) & ~63u;
+}
+
+/* Gathers values [in_off, in_off + k) of wait 0 for every row of the step into x[nrows][mk_staged_stride(k)] and applies the
+ * prologue: RMS (gamma at param_off, eps) or HEADNORM (norm_group, eps). Rounds to bf16 unless the program is act=f32 or keep_f32. */
+void mk_stage(const mk_ctx *c, uint32_t in_off, uint32_t k, uint32_t prologue, uint32_t param_off, float eps, uint32_t norm_group,
+              int keep_f32, float *x);
+
+/* y[r][i] = sum_k W[i][k] x[r][k] for the n given staged rows (pointers), in f32. The order of the sum depends on k only: eight
+ * lanes, K blocks ascending, then the lanes pairwise. */
+void mk_matvec(const mk_segment *s, const float *const *x, uint32_t n, float *const *y);
+
+#endif
