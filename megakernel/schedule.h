@@ -11,39 +11,39 @@
 #include "megakernel/rings.h"
 
 #ifdef __CUDACC__
-#define MK_FN __device__ static inline
+#define MK_SCHED_FN __device__ static inline
 #else
-#define MK_FN static inline
+#define MK_SCHED_FN static inline
 #endif
 
 /* Accesses to memory that the host shares. */
 #ifdef __CUDA_ARCH__
-MK_FN uint32_t mk_sys_load(const uint32_t *p)
+MK_SCHED_FN uint32_t mk_sys_load(const uint32_t *p)
 {
     uint32_t v;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-MK_FN uint64_t mk_sys_load64(const uint64_t *p)
+MK_SCHED_FN uint64_t mk_sys_load64(const uint64_t *p)
 {
     uint64_t v;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
-MK_FN void mk_sys_store(uint32_t *p, uint32_t v)
+MK_SCHED_FN void mk_sys_store(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 #else
-MK_FN uint32_t mk_sys_load(const uint32_t *p)
+MK_SCHED_FN uint32_t mk_sys_load(const uint32_t *p)
 {
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
-MK_FN uint64_t mk_sys_load64(const uint64_t *p)
+MK_SCHED_FN uint64_t mk_sys_load64(const uint64_t *p)
 {
     return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
-MK_FN void mk_sys_store(uint32_t *p, uint32_t v)
+MK_SCHED_FN void mk_sys_store(uint32_t *p, uint32_t v)
 {
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
@@ -87,12 +87,12 @@ typedef struct mk_sched {
     mk_step next;
 } mk_sched;
 
-MK_FN uint32_t mk_sched_event_room(const mk_sched *s)
+MK_SCHED_FN uint32_t mk_sched_event_room(const mk_sched *s)
 {
     return MK_EVENT_RING - (s->event_next - mk_sys_load(s->event_read));
 }
 
-MK_FN void mk_sched_emit(mk_sched *s, uint32_t slot, uint32_t kind, uint32_t position, uint32_t token, float logprob, uint32_t reason,
+MK_SCHED_FN void mk_sched_emit(mk_sched *s, uint32_t slot, uint32_t kind, uint32_t position, uint32_t token, float logprob, uint32_t reason,
                          uint32_t arg, uint32_t tag, uint64_t now)
 {
     mk_event *e = &s->event[s->event_next % MK_EVENT_RING];
@@ -112,7 +112,7 @@ MK_FN void mk_sched_emit(mk_sched *s, uint32_t slot, uint32_t kind, uint32_t pos
 }
 
 /* Reports the appends that are through: all their tokens but the stream's last are processed. */
-MK_FN void mk_sched_appended(mk_sched *s, uint32_t slot, uint32_t reason, uint64_t now)
+MK_SCHED_FN void mk_sched_appended(mk_sched *s, uint32_t slot, uint32_t reason, uint64_t now)
 {
     mk_sched_slot *t = &s->st[slot];
     uint32_t k = 0;
@@ -125,14 +125,14 @@ MK_FN void mk_sched_appended(mk_sched *s, uint32_t slot, uint32_t reason, uint64
     t->n_append -= k;
 }
 
-MK_FN void mk_sched_done(mk_sched *s, uint32_t slot, uint32_t reason, uint64_t now)
+MK_SCHED_FN void mk_sched_done(mk_sched *s, uint32_t slot, uint32_t reason, uint64_t now)
 {
     mk_sched_slot *t = &s->st[slot];
     t->gen = 0;
     mk_sched_emit(s, slot, MK_EV_DONE, t->len, 0, 0.0f, reason, t->produced, t->gen_tag, now);
 }
 
-MK_FN void mk_sched_cancel(mk_sched *s, uint32_t slot, uint64_t now)
+MK_SCHED_FN void mk_sched_cancel(mk_sched *s, uint32_t slot, uint64_t now)
 {
     mk_sched_slot *t = &s->st[slot];
     if (t->n_append) { /* tokens not yet processed are dropped; one stays pending */
@@ -143,7 +143,7 @@ MK_FN void mk_sched_cancel(mk_sched *s, uint32_t slot, uint64_t now)
 }
 
 /* After a step: publishes what its rows yielded. token/logprob are SAMPLE's results by row. */
-MK_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_t *token, const float *logprob, uint64_t now)
+MK_SCHED_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_t *token, const float *logprob, uint64_t now)
 {
     for (uint32_t r = 0; r < step->nrows; r++) {
         const mk_row *row = &step->row[r];
@@ -173,7 +173,7 @@ MK_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_t *tok
 }
 
 /* Takes one entry of the submit ring; returns 0 when there is none or it has to wait. */
-MK_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
+MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
 {
     const mk_submit *e = &s->submit[s->submit_next % MK_SUBMIT_RING];
     if (mk_sys_load(&e->seq) != s->submit_next + 1) return 0;
@@ -223,7 +223,7 @@ MK_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
 }
 
 /* Adds the row for position `pos` of slot i. */
-MK_FN void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
+MK_SCHED_FN void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
 {
     mk_sched_slot *t = &s->st[i];
     mk_row *row = &d->row[d->nrows];
@@ -251,7 +251,7 @@ MK_FN void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
 
 /* Composes the next step into s->next; nrows = 0 when there is nothing to do (s->stop: leave). Every row may yield up to
  * 2 + MK_MAX_APPENDS events, every control entry as many: room is reserved before anything is published. */
-MK_FN void mk_sched_compose(mk_sched *s, uint64_t now)
+MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
 {
     const uint32_t per = 2 + MK_MAX_APPENDS;
     mk_step *d = &s->next;

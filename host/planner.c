@@ -1,0 +1,486 @@
+#include "host/planner_internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <stdio.h>
+
+static void fail_memory(mk_builder *b)
+{
+    if (!b->failed) mk_fail(b->err, MK_E_CAPACITY, "planner: out of memory");
+    b->failed = 1;
+}
+
+/* Grows a counted array to hold one more element; 0 on failure. */
+static int grow(mk_builder *b, void **array, uint32_t n, uint32_t *cap, size_t size)
+{
+    if (n < *cap) return 1;
+    uint32_t want = *cap ? *cap * 2 : 64;
+    void *p = realloc(*array, want * size);
+    if (!p) {
+        fail_memory(b);
+        return 0;
+    }
+    *array = p;
+    *cap = want;
+    return 1;
+}
+
+/* ---- vectors -------------------------------------------------------------------------------------------------------- */
+
+static mk_vec *new_vec(mk_builder *b, const char *name, uint32_t *id)
+{
+    static mk_vec nowhere;
+    *id = 0;
+    if (!grow(b, (void **)&b->vec, b->n_vec, &b->cap_vec, sizeof *b->vec)) return &nowhere;
+    *id = b->n_vec++;
+    mk_vec *v = &b->vec[*id];
+    memset(v, 0, sizeof *v);
+    snprintf(v->name, sizeof v->name, "%s", name);
+    return v;
+}
+
+static void push_start(mk_builder *b, uint32_t value)
+{
+    if (grow(b, (void **)&b->start, b->n_start, &b->cap_start, sizeof *b->start)) b->start[b->n_start++] = value;
+}
+
+uint32_t mk_vec_packet(mk_builder *b, const char *name, uint32_t dtype, uint32_t trailer, uint32_t flags, const uint32_t *starts,
+                       uint32_t nslice)
+{
+    uint32_t id, longest = 0;
+    mk_vec *v = new_vec(b, name, &id);
+    v->scope = MK_PACKET;
+    v->dtype = (uint8_t)dtype;
+    v->trailer = (uint8_t)trailer;
+    v->flags = (uint8_t)flags;
+    v->nslice = nslice;
+    v->width = starts[nslice];
+    v->start_index = b->n_start;
+    for (uint32_t s = 0; s <= nslice; s++) {
+        push_start(b, starts[s]);
+        if (s && starts[s] - starts[s - 1] > longest) longest = starts[s] - starts[s - 1];
+    }
+    uint32_t words = (dtype == MK_F32 ? longest : (longest + 1) / 2) + trailer;
+    v->slice_packets = (words + 2) / 3;
+    v->offset = b->exchange;
+    b->exchange += (uint64_t)2 * MK_MAX_ROWS * nslice * v->slice_packets * 16;
+    return id;
+}
+
+uint32_t mk_vec_local(mk_builder *b, const char *name, uint32_t bytes)
+{
+    uint32_t id;
+    mk_vec *v = new_vec(b, name, &id);
+    v->scope = MK_LOCAL;
+    v->width = (bytes + 15) & ~15u;
+    v->offset = b->local;
+    b->local += v->width;
+    return id;
+}
+
+uint32_t mk_vec_bulk(mk_builder *b, const char *name, uint64_t bytes, uint32_t signals)
+{
+    uint32_t id;
+    mk_vec *v = new_vec(b, name, &id);
+    if (bytes > 0xffffff00u) {
+        mk_fail(b->err, MK_E_CAPACITY, "planner: vector %s needs %llu bytes, the limit is 4 GiB", name, (unsigned long long)bytes);
+        b->failed = 1;
+        bytes = 0;
+    }
+    v->scope = MK_BULK;
+    v->width = (uint32_t)((bytes + 127) & ~127u);
+    v->signals = signals;
+    v->counter = b->n_counter++;
+    v->offset = b->bulk;
+    b->bulk += v->width;
+    return id;
+}
+
+uint32_t mk_pub(mk_builder *b, uint32_t vec)
+{
+    return b->vec[vec].pubs++;
+}
+
+/* ---- splitting ------------------------------------------------------------------------------------------------------ */
+
+/* Bytes of one row (pair) of a part, scales included on average. */
+static double row_cost(const mk_part *p)
+{
+    double k = p->mat->k, bytes = p->mat->wtype == MK_W_FP8 ? k + k / p->mat->scale_k * 4 / 128 : 2 * k;
+    return p->up ? 2 * bytes : bytes;
+}
+
+static double group_cost(const mk_part *parts, uint32_t n)
+{
+    double c = 0;
+    for (uint32_t i = 0; i < n; i++) c += row_cost(&parts[i]) * parts[i].rows;
+    return c;
+}
+
+/* Row of the concatenated parts at which `cost` is reached, to the nearest row. */
+static uint32_t row_at(const mk_part *parts, uint32_t n, double cost, double *reached)
+{
+    uint32_t row = 0;
+    double at = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        double c = row_cost(&parts[i]), all = c * parts[i].rows;
+        if (at + all <= cost + c * 1e-6) {
+            at += all;
+            row += parts[i].rows;
+            continue;
+        }
+        double rows = (cost - at) / c;
+        uint32_t whole = rows <= 0 ? 0 : (uint32_t)(rows + 1e-6);
+        if (whole > parts[i].rows) whole = parts[i].rows;
+        *reached = at + whole * c;
+        return row + whole;
+    }
+    *reached = at;
+    return row;
+}
+
+void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut)
+{
+    uint32_t workers = b->cfg->workers;
+    double total = 0;
+    for (uint32_t g = 0; g < groups; g++) total += group_cost(parts[g], n_parts[g]);
+    for (uint32_t w = 0; w <= workers; w++) {
+        double used = 0;
+        for (uint32_t g = 0; g < groups; g++) {
+            uint32_t *c = cut + g * (workers + 1), rows = 0;
+            for (uint32_t i = 0; i < n_parts[g]; i++) rows += parts[g][i].rows;
+            double reached = 0, own = group_cost(parts[g], n_parts[g]);
+            /* earlier groups evenly among themselves; the last one evens out the phase */
+            double want = g + 1 < groups ? own * w / workers : total * w / workers - used;
+            c[w] = w == workers ? rows : row_at(parts[g], n_parts[g], want, &reached);
+            if (w && c[w] < c[w - 1]) c[w] = c[w - 1];
+            if (w < workers) used += reached;
+        }
+    }
+}
+
+/* Calls f for every non-empty piece of worker w. */
+typedef void (*piece_fn)(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg);
+static uint32_t each_piece(mk_builder *b, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, piece_fn f, void *arg)
+{
+    uint32_t slice = 0;
+    for (uint32_t w = 0; w < b->cfg->workers; w++) {
+        uint32_t at = 0;
+        for (uint32_t i = 0; i < n_parts; at += parts[i].rows, i++) {
+            uint32_t lo = cut[w] > at ? cut[w] : at, hi = cut[w + 1] < at + parts[i].rows ? cut[w + 1] : at + parts[i].rows;
+            if (lo >= hi) continue;
+            f(b, w, &parts[i], lo - at, hi - lo, slice++, arg);
+        }
+    }
+    return slice;
+}
+
+struct starts {
+    uint32_t *v, n;
+};
+static void add_start(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg)
+{
+    struct starts *s = arg;
+    (void)b, (void)w, (void)part, (void)first;
+    s->v[slice + 1] = s->v[slice] + rows;
+    s->n = slice + 1;
+}
+
+uint32_t mk_vec_split(mk_builder *b, const char *name, uint32_t dtype, const mk_part *parts, uint32_t n_parts, const uint32_t *cut)
+{
+    struct starts s = {calloc(b->cfg->workers + n_parts + 1, sizeof *s.v), 0};
+    if (!s.v) {
+        fail_memory(b);
+        return 0;
+    }
+    each_piece(b, parts, n_parts, cut, add_start, &s);
+    uint32_t id = mk_vec_packet(b, name, dtype, 0, 0, s.v, s.n);
+    free(s.v);
+    return id;
+}
+
+/* ---- instructions --------------------------------------------------------------------------------------------------- */
+
+mk_insn *mk_emit(mk_builder *b, uint32_t worker, uint32_t op, uint32_t layer)
+{
+    static mk_insn nowhere;
+    mk_queue *q = &b->queue[worker];
+    if (!grow(b, (void **)&q->insn, q->n, &q->cap, sizeof *q->insn)) return &nowhere;
+    mk_insn *in = &q->insn[q->n];
+    memset(in, 0, sizeof *in);
+    in->opcode = (uint8_t)op;
+    in->layer = (uint16_t)layer;
+    in->seq = q->n++;
+    in->signal_vec = MK_NONE;
+    in->tape_off = q->tape;
+    for (int i = 0; i < 3; i++) in->wait[i].vec = MK_NONE;
+    return in;
+}
+
+static void add_wait(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub, uint32_t slice0, uint32_t nslice)
+{
+    if (in->nwait == 3 || slice0 + nslice > 0xffff || pub > 0xfffe) {
+        mk_fail(b->err, MK_E_BUG, "planner: %s layer %u cannot wait for vector %s", mk_opcode_name(in->opcode), in->layer, b->vec[vec].name);
+        b->failed = 1;
+        return;
+    }
+    in->wait[in->nwait++] = (mk_wait){(uint16_t)vec, (uint16_t)pub, (uint16_t)slice0, (uint16_t)nslice};
+}
+
+void mk_wait_all(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub)
+{
+    add_wait(b, in, vec, pub, 0, b->vec[vec].scope == MK_PACKET ? b->vec[vec].nslice : 0);
+}
+
+void mk_wait_values(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub, uint32_t first, uint32_t n)
+{
+    const mk_vec *v = &b->vec[vec];
+    const uint32_t *start = b->start + v->start_index;
+    uint32_t lo = 0, hi;
+    while (start[lo + 1] <= first) lo++;
+    for (hi = lo + 1; start[hi] < first + n;) hi++;
+    add_wait(b, in, vec, pub, lo, hi - lo);
+}
+
+void mk_wait_slice(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub, uint32_t slice)
+{
+    add_wait(b, in, vec, pub, slice, 1);
+}
+
+void mk_signal(mk_insn *in, uint32_t vec, uint32_t pub, uint32_t slice)
+{
+    in->signal_vec = (uint16_t)vec;
+    in->signal_pub = (uint16_t)pub;
+    in->signal_slice = (uint16_t)slice;
+}
+
+void mk_pack_push(mk_builder *b, const mk_pack_item *it)
+{
+    mk_plan *p = b->plan;
+    if ((p->n_item & (p->n_item + 1)) == 0 || p->n_item == 0) { /* sizes 2^n - 1: grow by doubling */
+        mk_pack_item *a = realloc(p->item, (2 * p->n_item + 2) * sizeof *a);
+        if (!a) {
+            fail_memory(b);
+            return;
+        }
+        p->item = a;
+    }
+    p->item[p->n_item++] = *it;
+}
+
+struct gemv_arg {
+    const mk_gemv_spec *s;
+    uint32_t layer;
+};
+
+static void emit_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg)
+{
+    const struct gemv_arg *a = arg;
+    const mk_gemv_spec *s = a->s;
+    const mk_mat *mat = part->mat;
+    mk_insn *in = mk_emit(b, w, MK_OP_GEMV, a->layer);
+    mk_queue *q = &b->queue[w];
+    mk_gemv *g = &in->gemv;
+    uint32_t row0 = part->row0 + first, halves = part->up ? 2 : 1, esize = s->flags & MK_GEMV_X_F32 ? 4 : 2;
+    g->n = rows;
+    g->k = mat->k;
+    g->in_off = part->in_off;
+    g->wtype = mat->wtype;
+    g->prologue = s->prologue;
+    g->epilogue = s->epilogue;
+    g->flags = s->flags;
+    g->row0 = row0;
+    g->scale_k = mat->scale_k;
+    g->norm_group = s->norm_group;
+    g->param_off = s->param_off;
+    g->eps = s->eps;
+    g->scale = 1.0f;
+    if (mat->wtype == MK_W_FP8) {
+        g->phase = (uint16_t)(row0 % MK_SCALE_ROWS);
+        g->nseg = (uint16_t)mk_segments(g->phase, rows);
+    }
+    uint32_t fit = MK_STAGE_LIMIT / (MK_MAX_ROWS * esize) & ~127u;
+    g->k_chunk = mat->k < fit ? mat->k : fit;
+    mk_wait_values(b, in, s->in_vec, s->in_pub, part->in_off, mat->k);
+    if (s->epilogue == MK_EPI_ADD) mk_wait_slice(b, in, s->res_vec, s->res_pub, slice);
+    mk_signal(in, s->out_vec, s->out_pub, b->vec[s->out_vec].scope == MK_PACKET ? slice : 0);
+    in->tape_bytes = (uint32_t)mk_segment_bytes(g->wtype, rows * halves, g->k, (uint32_t)g->nseg * halves, g->scale_k);
+    if (q->n > 1) {
+        const mk_insn *prev = in - 1;
+        if (prev->opcode == MK_OP_GEMV && prev->wait[0].vec == in->wait[0].vec && prev->wait[0].pub == in->wait[0].pub &&
+            prev->wait[0].slice0 == in->wait[0].slice0 && prev->wait[0].nslice == in->wait[0].nslice &&
+            prev->gemv.in_off == g->in_off && prev->gemv.k == g->k && prev->gemv.prologue == g->prologue &&
+            prev->gemv.flags == g->flags && prev->gemv.param_off == g->param_off && g->k_chunk == g->k)
+            in->flags |= MK_F_STAGED;
+    }
+    mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_TAPE,
+                                    .wtype = mat->wtype,
+                                    .halves = (uint8_t)halves,
+                                    .mat = {mat, part->up},
+                                    .worker = w,
+                                    .row0 = row0,
+                                    .rows = rows,
+                                    .phase = g->phase,
+                                    .nseg = g->nseg,
+                                    .dst = in->tape_off});
+    q->tape += in->tape_bytes;
+    b->load[w] += (uint64_t)(row_cost(part) * rows);
+}
+
+void mk_emit_gemv(mk_builder *b, uint32_t layer, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, const mk_gemv_spec *s)
+{
+    struct gemv_arg a = {s, layer};
+    each_piece(b, parts, n_parts, cut, emit_piece, &a);
+}
+
+uint32_t mk_param(mk_builder *b, const mk_par *par, uint32_t src, uint32_t n)
+{
+    uint32_t off = (uint32_t)b->param;
+    mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_PARAM, .par = par, .src = src, .n = n, .dst = off});
+    b->param += n;
+    return off;
+}
+
+uint32_t mk_param_values(mk_builder *b, const float *values, uint32_t n)
+{
+    uint32_t off = (uint32_t)b->param;
+    mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_VALUES, .values = values, .n = n, .dst = off});
+    b->param += n;
+    return off;
+}
+
+/* ---- phases --------------------------------------------------------------------------------------------------------- */
+
+void mk_phase_begin(mk_builder *b)
+{
+    memset(b->load, 0, b->cfg->workers * sizeof *b->load);
+}
+
+void mk_phase_end(mk_builder *b, const char *name, uint32_t layer, const char *reason)
+{
+    mk_plan *p = b->plan;
+    mk_phase *a = realloc(p->phase, (p->n_phase + 1) * sizeof *a);
+    if (!a) {
+        fail_memory(b);
+        return;
+    }
+    p->phase = a;
+    mk_phase *ph = &a[p->n_phase++];
+    memset(ph, 0, sizeof *ph);
+    snprintf(ph->name, sizeof ph->name, "%s", name);
+    ph->layer = layer;
+    for (uint32_t w = 0; w < b->cfg->workers; w++) {
+        ph->total += b->load[w];
+        if (b->load[w] > ph->max) ph->max = b->load[w];
+    }
+    ph->reason = reason;
+}
+
+uint32_t mk_item_slices(uint32_t items, uint32_t width, uint32_t workers)
+{
+    uint32_t s = 1;
+    while (items * s * 10 < workers * 9 && width % (2 * s) == 0 && width / (2 * s) >= 16) s *= 2;
+    return s;
+}
+
+/* ---- the whole ------------------------------------------------------------------------------------------------------ */
+
+static int assemble(mk_builder *b)
+{
+    mk_plan *plan = b->plan;
+    uint32_t workers = b->cfg->workers;
+    mk_program *p = calloc(1, sizeof *p);
+    plan->prog = p;
+    if (!p) return 0;
+    mk_program_info *i = &p->info;
+    i->magic = MK_PROGRAM_MAGIC;
+    i->version = MK_PROGRAM_VERSION;
+    i->flags = b->cfg->act_f32 ? MK_PROG_ACT_F32 : 0;
+    i->workers = workers;
+    i->layers = b->m->layers;
+    i->hidden = b->m->hidden;
+    i->vocab = b->m->vocab;
+    i->max_context = b->cfg->max_context;
+    i->n_vec = b->n_vec;
+    i->n_start = b->n_start;
+    i->n_counter = b->n_counter;
+    p->vec = b->vec;
+    p->start = b->start;
+    b->vec = NULL;
+    b->start = NULL;
+    p->queue = calloc(workers + 1, sizeof *p->queue);
+    p->tape_base = calloc(workers + 1, sizeof *p->tape_base);
+    if (!p->queue || !p->tape_base) return 0;
+    for (uint32_t w = 0; w < workers; w++) {
+        p->queue[w + 1] = p->queue[w] + b->queue[w].n;
+        p->tape_base[w + 1] = p->tape_base[w] + b->queue[w].tape;
+        if (b->queue[w].tape > i->tape_bytes_max) i->tape_bytes_max = b->queue[w].tape;
+    }
+    i->n_insn = p->queue[workers];
+    p->insn = malloc((i->n_insn ? i->n_insn : 1) * sizeof *p->insn);
+    if (!p->insn) return 0;
+    for (uint32_t w = 0; w < workers; w++)
+        if (b->queue[w].n) memcpy(p->insn + p->queue[w], b->queue[w].insn, b->queue[w].n * sizeof *p->insn);
+    i->tape_bytes = p->tape_base[workers];
+    i->expert_bytes = b->expert;
+    i->embed_bytes = (uint64_t)b->m->vocab * b->m->hidden * 2;
+    i->param_floats = b->param;
+    i->exchange_bytes = b->exchange;
+    i->bulk_bytes = b->bulk;
+    i->local_bytes = b->local;
+    i->state_slot_bytes = b->state;
+    i->kv_pages = b->cfg->kv_pages;
+    i->state_slots = b->cfg->state_slots;
+    i->smem_limit = b->cfg->smem_limit;
+    return 1;
+}
+
+int mk_plan_make(const mk_model *m, const mk_plan_config *cfg, mk_plan **out, mk_err *err)
+{
+    *out = NULL;
+    if (cfg->workers < 1 || cfg->workers > 1024)
+        return mk_fail(err, MK_E_USAGE, "workers: expected 1 to 1024, found %u", cfg->workers);
+    mk_plan *plan = calloc(1, sizeof *plan);
+    mk_builder b = {.m = m, .cfg = cfg, .plan = plan, .err = err};
+    b.queue = calloc(cfg->workers, sizeof *b.queue);
+    b.load = calloc(cfg->workers, sizeof *b.load);
+    if (!plan || !b.queue || !b.load)
+        fail_memory(&b);
+    else
+        mk_plan_layers(&b);
+    if (!b.failed && !assemble(&b)) fail_memory(&b);
+    if (!b.failed) {
+        mk_program_info *i = &plan->prog->info;
+        uint32_t widest = 0;
+        for (uint32_t l = 0; l < m->layers; l++)
+            if (m->layer[l].mixer == MK_MIX_MLA) {
+                uint32_t row = m->layer[l].mla.latent + m->layer[l].mla.rope;
+                if (row > widest) widest = row;
+                i->kv_layers++;
+            }
+        i->kv_page_bytes = (uint64_t)widest * MK_PAGE * (cfg->act_f32 ? 4 : 2);
+    }
+    if (b.queue)
+        for (uint32_t w = 0; w < cfg->workers; w++) free(b.queue[w].insn);
+    free(b.queue);
+    free(b.load);
+    free(b.vec);
+    free(b.start);
+    if (b.failed) {
+        mk_plan_destroy(&plan);
+        return err ? err->code : MK_E_BUG;
+    }
+    *out = plan;
+    return MK_OK;
+}
+
+void mk_plan_destroy(mk_plan **pp)
+{
+    mk_plan *p = *pp;
+    if (!p) return;
+    mk_program_destroy(&p->prog);
+    free(p->item);
+    free(p->phase);
+    free(p);
+    *pp = NULL;
+}

@@ -1,0 +1,84 @@
+/* Between planner.c (building blocks) and planner_layers.c (what a layer is made of). */
+#ifndef MK_PLANNER_INTERNAL_H
+#define MK_PLANNER_INTERNAL_H
+
+#include "host/planner.h"
+
+/* Staging for gathered vectors at MK_MAX_ROWS rows, bytes (design.md section 4). */
+#define MK_STAGE_LIMIT 40960u
+
+typedef struct mk_queue {
+    mk_insn *insn;
+    uint32_t n, cap;
+    uint64_t tape; /* bytes so far */
+} mk_queue;
+
+typedef struct mk_builder {
+    const mk_model *m;
+    const mk_plan_config *cfg;
+    mk_plan *plan;
+    mk_queue *queue;      /* [workers] */
+    mk_vec *vec;
+    uint32_t n_vec, cap_vec;
+    uint32_t *start;
+    uint32_t n_start, cap_start;
+    uint32_t n_counter;
+    uint64_t exchange, bulk, local, state, expert, param, tape_ignored;
+    uint64_t *load;       /* [workers] bytes of the current phase */
+    mk_err *err;
+    int failed;
+} mk_builder;
+
+/* Part of a matrix (or of a gate/up pair) that a phase computes: rows [row0, row0 + rows) with input [in_off, in_off + k). */
+typedef struct mk_part {
+    const mk_mat *mat, *up; /* up: the second half of a SILU pair, or NULL */
+    uint32_t row0, rows, in_off;
+} mk_part;
+
+/* How a group of parts becomes GEMV instructions. */
+typedef struct mk_gemv_spec {
+    uint32_t in_vec, in_pub;
+    uint8_t prologue, epilogue, flags;
+    uint16_t norm_group;
+    uint32_t param_off;
+    float eps;
+    uint32_t res_vec, res_pub; /* ADD: residual (sliced like the output) */
+    uint32_t out_vec, out_pub; /* LOCAL: every worker's rows are the slices of `like` */
+} mk_gemv_spec;
+
+/* cut[g * (workers + 1) + w]: first row of worker w in group g (rows of the group's parts, concatenated). */
+void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut);
+
+/* A PACKET vector whose slices are the worker-by-part pieces of a split. */
+uint32_t mk_vec_split(mk_builder *b, const char *name, uint32_t dtype, const mk_part *parts, uint32_t n_parts, const uint32_t *cut);
+/* A PACKET vector of given slice starts. */
+uint32_t mk_vec_packet(mk_builder *b, const char *name, uint32_t dtype, uint32_t trailer, uint32_t flags, const uint32_t *starts,
+                       uint32_t nslice);
+uint32_t mk_vec_local(mk_builder *b, const char *name, uint32_t bytes);
+uint32_t mk_vec_bulk(mk_builder *b, const char *name, uint64_t bytes, uint32_t signals);
+/* The next publication of a vector. */
+uint32_t mk_pub(mk_builder *b, uint32_t vec);
+
+/* Emits one GEMV per worker and part. */
+void mk_emit_gemv(mk_builder *b, uint32_t layer, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, const mk_gemv_spec *s);
+mk_insn *mk_emit(mk_builder *b, uint32_t worker, uint32_t op, uint32_t layer);
+void mk_wait_all(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub);
+void mk_wait_values(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub, uint32_t first, uint32_t n);
+void mk_wait_slice(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub, uint32_t slice);
+void mk_signal(mk_insn *in, uint32_t vec, uint32_t pub, uint32_t slice);
+
+/* Parameters: offset in floats; the same parameter is packed once. */
+uint32_t mk_param(mk_builder *b, const mk_par *par, uint32_t src, uint32_t n);
+uint32_t mk_param_values(mk_builder *b, const float *values, uint32_t n);
+void mk_pack_push(mk_builder *b, const mk_pack_item *it);
+
+/* Phases: bytes are added to b->load by the emitters between begin and end. */
+void mk_phase_begin(mk_builder *b);
+void mk_phase_end(mk_builder *b, const char *name, uint32_t layer, const char *reason);
+
+/* Smallest power of two `s` that divides `width` into pieces of >= 16 with items * s >= 0.9 workers (1 if items already suffice). */
+uint32_t mk_item_slices(uint32_t items, uint32_t width, uint32_t workers);
+
+void mk_plan_layers(mk_builder *b);
+
+#endif

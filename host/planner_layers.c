@@ -1,0 +1,616 @@
+/* What a step is made of: the phases of each kind of layer and the vectors between them.
+ *
+ *   delta     [low: f_a g_a b | q k v] -> fz: f_b g_b -> CONV, DELTA per head and value slice -> o (+ h)
+ *   MLA       [kv_a | q] -> (q_a: q_b) -> uk per head, KV_APPEND -> MLA_PARTIAL -> COMBINE -> uv per head -> o (+ h)
+ *   dense     gate|up -> down (+ h)
+ *   MoE       [router | shared gate|up] -> ROUTE -> EXPERT_UP, shared down -> EXPERT_DOWN (+ h)
+ */
+#include "host/planner_internal.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Vectors by role; created by the first layer that needs them, shared by all layers of that shape. */
+typedef struct mk_roles {
+    uint32_t h, h_pub; /* the residual stream and its newest publication */
+    uint32_t *h_cut;   /* [workers + 1] */
+    uint32_t part_id, lat, v, qt, q, qa, kv, kvc;
+    uint32_t low, qkv, fz, conv, o;
+    uint32_t ffn, router, route, shared, acc, u;
+    uint32_t *cut[3];   /* scratch: [0] two groups, [2] one */
+    int have_mla, have_delta, have_dense, have_moe, have_shared;
+    /* the shapes behind them */
+    const mk_mla_mixer *mla;
+    const mk_delta_mixer *delta;
+    const mk_ffn_dense *dense;
+    const mk_moe *moe;
+    uint32_t T; /* slices of an expert */
+} mk_roles;
+
+static uint32_t act(const mk_builder *b)
+{
+    return b->cfg->act_f32 ? MK_F32 : MK_BF16;
+}
+
+/* One shape of each kind a model: what differs would need vectors of its own. */
+static int same_shape(mk_builder *b, const char *what, uint32_t layer, int same)
+{
+    if (!same && !b->failed) {
+        mk_fail(b->err, MK_E_MODEL, "layer %u: expected every %s layer of the model to have the same dimensions", layer, what);
+        b->failed = 1;
+    }
+    return same;
+}
+
+static uint32_t norm_param(mk_builder *b, const mk_norm *n)
+{
+    return mk_param(b, &n->gamma, 0, n->gamma.n);
+}
+
+static mk_part whole(const mk_mat *m)
+{
+    return (mk_part){.mat = m, .rows = m->n};
+}
+
+/* ---- delta rule ----------------------------------------------------------------------------------------------------- */
+
+static void delta_layer(mk_builder *b, mk_roles *R, uint32_t layer)
+{
+    const mk_layer *L = &b->m->layer[layer];
+    const mk_delta_mixer *d = &L->delta;
+    uint32_t W = b->cfg->workers, esize = 4, vs = mk_item_slices(d->heads, d->dv, W), items = d->heads * vs, dv = d->dv / vs;
+    uint32_t fo = d->f_a.n, in_param = norm_param(b, &L->in_norm);
+    if (R->have_delta && !same_shape(b, "delta", layer,
+                                     R->delta->heads == d->heads && R->delta->dk == d->dk && R->delta->dv == d->dv &&
+                                         R->delta->k_heads == d->k_heads && R->delta->f_a.n == d->f_a.n &&
+                                         R->delta->g_a.n == d->g_a.n && R->delta->taps == d->taps))
+        return;
+
+    mk_part low[3] = {whole(&d->f_a), whole(&d->g_a), whole(&d->b)};
+    mk_part qkv[3] = {whole(&d->q), whole(&d->k), whole(&d->v)};
+    mk_part fz[2] = {whole(&d->f_b), whole(&d->g_b)};
+    fz[1].in_off = fo;
+    const mk_part *g1[2] = {low, qkv}, *g2[1] = {fz};
+    uint32_t n1[2] = {3, 3}, n2[1] = {2}, *cut = R->cut[0], *cut2 = R->cut[2];
+    mk_split(b, g1, n1, 2, cut);
+    mk_split(b, g2, n2, 1, cut2);
+    if (!R->have_delta) {
+        R->have_delta = 1;
+        R->delta = d;
+        R->low = mk_vec_split(b, "low", act(b), low, 3, cut);
+        R->qkv = mk_vec_split(b, "qkv", act(b), qkv, 3, cut + W + 1);
+        R->fz = mk_vec_split(b, "fz", act(b), fz, 2, cut2);
+        R->conv = mk_vec_local(b, "conv", MK_MAX_ROWS * (2 * d->dk + dv) * esize);
+        uint32_t *st = calloc(items + 1, sizeof *st);
+        for (uint32_t i = 0; st && i <= items; i++) st[i] = i * dv;
+        if (st) R->o = mk_vec_packet(b, "o", act(b), 1, 0, st, items);
+        else b->failed = 1;
+        free(st);
+    }
+    uint32_t low_pub = mk_pub(b, R->low), qkv_pub = mk_pub(b, R->qkv), fz_pub = mk_pub(b, R->fz), o_pub = mk_pub(b, R->o);
+    uint32_t conv_pub = mk_pub(b, R->conv); /* LOCAL: rewritten by every item of the layer, in program order */
+    mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .param_off = in_param, .eps = L->in_norm.eps};
+
+    mk_phase_begin(b);
+    s.out_vec = R->low, s.out_pub = low_pub;
+    mk_emit_gemv(b, layer, low, 3, cut, &s);
+    s.out_vec = R->qkv, s.out_pub = qkv_pub;
+    mk_emit_gemv(b, layer, qkv, 3, cut + W + 1, &s);
+    mk_phase_end(b, "qkv", layer, NULL);
+
+    mk_phase_begin(b);
+    mk_gemv_spec t = {.in_vec = R->low, .in_pub = low_pub, .out_vec = R->fz, .out_pub = fz_pub};
+    mk_emit_gemv(b, layer, fz, 2, cut2, &t);
+    mk_phase_end(b, "fz", layer, d->f_b.n + d->g_b.n < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+
+    /* One item = one head and dv of its value channels: projection slices, convolution and state meet on one worker. */
+    mk_phase_begin(b);
+    uint64_t conv_bytes = ((uint64_t)(d->taps - 1) * (2 * d->dk + dv) * 4 + 127) & ~127ull, s_bytes = (uint64_t)d->dk * dv * 4;
+    for (uint32_t i = 0; i < items; i++) {
+        uint32_t w = mk_start(i, W, items), head = i / vs, v0 = i % vs * dv;
+        uint32_t kh = head / (d->heads / d->k_heads), D = d->q.n;
+        mk_insn *in = mk_emit(b, w, MK_OP_CONV_STEP, layer);
+        mk_conv *c = &in->conv;
+        c->q_off = kh * d->dk;
+        c->k_off = D + kh * d->dk;
+        c->v_off = 2 * D + head * d->dv + v0;
+        c->dk = (uint16_t)d->dk;
+        c->dv = (uint16_t)dv;
+        c->taps = (uint16_t)d->taps;
+        c->param_off = mk_param(b, &d->conv_q, kh * d->dk * d->taps, d->dk * d->taps);
+        mk_param(b, &d->conv_k, kh * d->dk * d->taps, d->dk * d->taps);
+        mk_param(b, &d->conv_v, (head * d->dv + v0) * d->taps, dv * d->taps);
+        c->state_off = b->state;
+        b->state += conv_bytes;
+        mk_wait_values(b, in, R->qkv, qkv_pub, c->q_off, d->dk);
+        mk_wait_values(b, in, R->qkv, qkv_pub, c->k_off, d->dk);
+        mk_wait_values(b, in, R->qkv, qkv_pub, c->v_off, dv);
+        mk_signal(in, R->conv, conv_pub, 0);
+
+        in = mk_emit(b, w, MK_OP_DELTA_STEP, layer);
+        mk_delta *e = &in->delta;
+        e->dk = (uint16_t)d->dk;
+        e->dv = (uint16_t)dv;
+        e->decay = d->decay;
+        e->f_off = head * d->dk;
+        e->z_off = d->f_b.n + head * d->dv + v0;
+        e->b_off = d->f_a.n + d->g_a.n + head;
+        e->param_off = mk_param(b, &d->a_log, head, 1);
+        mk_param(b, &d->dt_bias, head * d->dk, d->dk);
+        mk_param(b, &d->o_norm, v0, dv);
+        e->state_off = b->state;
+        b->state += s_bytes;
+        mk_wait_all(b, in, R->conv, conv_pub);
+        mk_wait_values(b, in, R->fz, fz_pub, e->f_off, e->z_off + dv - e->f_off);
+        mk_wait_values(b, in, R->low, low_pub, e->b_off, 1);
+        mk_signal(in, R->o, o_pub, i);
+        b->load[w] += 2 * s_bytes + conv_bytes;
+    }
+    mk_phase_end(b, "delta", layer,
+                 items % W ? "heads x value slices do not divide by the workers; a finer cut repeats q, k and decay of the head" : NULL);
+    b->plan->state_bytes += 2ull * d->heads * d->dk * d->dv * 4;
+
+    mk_part o = whole(&d->o);
+    uint32_t pub = mk_pub(b, R->h);
+    mk_gemv_spec u = {.in_vec = R->o, .in_pub = o_pub, .prologue = MK_PRO_HEADNORM, .epilogue = MK_EPI_ADD, .norm_group = (uint16_t)d->dv,
+                      .eps = d->o_eps, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
+    mk_phase_begin(b);
+    mk_emit_gemv(b, layer, &o, 1, R->h_cut, &u);
+    mk_phase_end(b, "o", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
+    R->h_pub = pub;
+}
+
+/* ---- latent attention ----------------------------------------------------------------------------------------------- */
+
+static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
+{
+    const mk_layer *L = &b->m->layer[layer];
+    const mk_mla_mixer *a = &L->mla;
+    uint32_t W = b->cfg->workers, heads = a->heads, two_step = a->q_a.source != MK_SRC_NONE;
+    uint32_t cs = mk_item_slices(heads, a->latent, W), items = heads * cs, cw = a->latent / cs;
+    if (R->have_mla && !same_shape(b, "MLA", layer,
+                                   R->mla->heads == heads && R->mla->latent == a->latent && R->mla->rope == a->rope &&
+                                       R->mla->nope == a->nope && R->mla->v == a->v && R->mla->q_a.n == a->q_a.n))
+        return;
+    mk_part kv = whole(&a->kv_a), q = whole(&a->q), qa = two_step ? whole(&a->q_a) : q;
+    mk_part *uk = calloc(heads, sizeof *uk), *uv = calloc(heads, sizeof *uv);
+    uint32_t *st = calloc(items + 1, sizeof *st);
+    uint32_t *cut = R->cut[0], *cut_q = R->cut[2], *cut_k = calloc(W + 1, sizeof *cut_k), *cut_v = calloc(W + 1, sizeof *cut_v);
+    if (!uk || !uv || !st || !cut_k || !cut_v) {
+        b->failed = 1;
+        goto done;
+    }
+    for (uint32_t h = 0; h < heads; h++) {
+        uk[h] = (mk_part){.mat = &a->uk, .row0 = h * a->latent, .rows = a->latent, .in_off = h * (a->nope + a->rope)};
+        uv[h] = (mk_part){.mat = &a->uv, .row0 = h * a->v, .rows = a->v, .in_off = h * a->latent};
+    }
+    const mk_part *g1[2] = {&kv, &qa}, *gq[1] = {&q}, *gk[1] = {uk}, *gv[1] = {uv};
+    uint32_t n1[2] = {1, 1}, nh[1] = {heads}, one[1] = {1};
+    mk_split(b, g1, n1, 2, cut);
+    mk_split(b, gq, one, 1, cut_q);
+    mk_split(b, gk, nh, 1, cut_k);
+    mk_split(b, gv, nh, 1, cut_v);
+    if (!R->have_mla) {
+        R->have_mla = 1;
+        R->mla = a;
+        R->kv = mk_vec_split(b, "kv", act(b), &kv, 1, cut);
+        if (two_step) R->qa = mk_vec_split(b, "qa", act(b), &qa, 1, cut + W + 1);
+        R->q = mk_vec_split(b, "q", act(b), &q, 1, two_step ? cut_q : cut + W + 1);
+        R->qt = mk_vec_split(b, "qt", act(b), uk, heads, cut_k);
+        R->kvc = mk_vec_bulk(b, "kvcache", 0, 1);
+        R->part_id = mk_vec_bulk(b, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * heads * mk_partial_floats(a->latent) * 4, W);
+        for (uint32_t i = 0; i <= items; i++) st[i] = i * cw;
+        R->lat = mk_vec_packet(b, "lat", act(b), 0, 0, st, items);
+        R->v = mk_vec_split(b, "v", act(b), uv, heads, cut_v);
+    }
+    uint32_t in_param = norm_param(b, &L->in_norm), qa_pub = 0;
+    uint32_t kv_pub = mk_pub(b, R->kv), q_pub = mk_pub(b, R->q), qt_pub = mk_pub(b, R->qt), kvc_pub = mk_pub(b, R->kvc);
+    uint32_t part_pub = mk_pub(b, R->part_id), lat_pub = mk_pub(b, R->lat), v_pub = mk_pub(b, R->v);
+
+    mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .param_off = in_param, .eps = L->in_norm.eps};
+    mk_phase_begin(b);
+    s.out_vec = R->kv, s.out_pub = kv_pub;
+    mk_emit_gemv(b, layer, &kv, 1, cut, &s);
+    if (two_step) {
+        qa_pub = mk_pub(b, R->qa);
+        s.out_vec = R->qa, s.out_pub = qa_pub;
+    } else {
+        s.out_vec = R->q, s.out_pub = q_pub;
+    }
+    mk_emit_gemv(b, layer, &qa, 1, cut + W + 1, &s);
+    mk_phase_end(b, two_step ? "kv_a q_a" : "kv_a q", layer,
+                 (kv.rows + qa.rows) < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+    if (two_step) {
+        mk_gemv_spec t = {.in_vec = R->qa, .in_pub = qa_pub, .prologue = MK_PRO_RMS, .param_off = norm_param(b, &a->q_a_norm),
+                          .eps = a->q_a_norm.eps, .out_vec = R->q, .out_pub = q_pub};
+        mk_phase_begin(b);
+        mk_emit_gemv(b, layer, &q, 1, cut_q, &t);
+        mk_phase_end(b, "q_b", layer, NULL);
+    }
+
+    mk_mla g = {.latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope, .qk_stride = (uint16_t)(a->nope + a->rope), .heads = (uint16_t)heads,
+                .all_heads = heads, .scale = a->scale, .eps = a->kv_norm.eps, .rotary = a->rotary, .parts = W};
+    g.kv_off = (uint64_t)kv_index * b->cfg->kv_pages * (a->latent + a->rope) * MK_PAGE * (b->cfg->act_f32 ? 4u : 2u);
+    g.param_off = norm_param(b, &a->kv_norm);
+    if (a->rotary) mk_param_values(b, a->inv_freq, a->rope / 2);
+
+    mk_phase_begin(b);
+    mk_insn *in = mk_emit(b, W - 1, MK_OP_KV_APPEND, layer);
+    in->mla = g;
+    mk_wait_all(b, in, R->kv, kv_pub);
+    mk_signal(in, R->kvc, kvc_pub, 0);
+    mk_gemv_spec k = {.in_vec = R->q, .in_pub = q_pub, .out_vec = R->qt, .out_pub = qt_pub};
+    mk_emit_gemv(b, layer, uk, heads, cut_k, &k);
+    mk_phase_end(b, "uk", layer, heads * a->latent < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+
+    for (uint32_t w = 0; w < W; w++) {
+        in = mk_emit(b, w, MK_OP_MLA_PARTIAL, layer);
+        in->mla = g;
+        in->mla.in_off = a->nope;
+        in->mla.part = w;
+        mk_wait_all(b, in, R->qt, qt_pub);
+        mk_wait_all(b, in, R->q, q_pub);
+        mk_wait_all(b, in, R->kvc, kvc_pub);
+        mk_signal(in, R->part_id, part_pub, 0);
+    }
+    for (uint32_t i = 0; i < items; i++) {
+        in = mk_emit(b, mk_start(i, W, items), MK_OP_COMBINE, layer);
+        in->mla = g;
+        in->mla.head0 = i / cs;
+        in->mla.heads = 1;
+        in->mla.first = i % cs * cw;
+        in->mla.n = cw;
+        mk_wait_all(b, in, R->part_id, part_pub);
+        mk_signal(in, R->lat, lat_pub, i);
+    }
+    mk_phase_begin(b);
+    mk_gemv_spec v = {.in_vec = R->lat, .in_pub = lat_pub, .out_vec = R->v, .out_pub = v_pub};
+    mk_emit_gemv(b, layer, uv, heads, cut_v, &v);
+    mk_phase_end(b, "uv", layer, heads * a->v < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+
+    mk_part o = whole(&a->o);
+    uint32_t pub = mk_pub(b, R->h);
+    mk_gemv_spec u = {.in_vec = R->v, .in_pub = v_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
+    mk_phase_begin(b);
+    mk_emit_gemv(b, layer, &o, 1, R->h_cut, &u);
+    mk_phase_end(b, "o", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
+    R->h_pub = pub;
+    b->plan->kv_bytes_per_token_held += 2ull * (a->latent + a->rope);
+done:
+    free(uk), free(uv), free(st), free(cut_k), free(cut_v);
+}
+
+/* ---- feed-forward --------------------------------------------------------------------------------------------------- */
+
+static void dense_layer(mk_builder *b, mk_roles *R, uint32_t layer)
+{
+    const mk_layer *L = &b->m->layer[layer];
+    const mk_ffn_dense *d = &L->dense;
+    if (R->have_dense && !same_shape(b, "dense", layer, R->dense->inter == d->inter)) return;
+    mk_part up = {.mat = &d->gate, .up = &d->up, .rows = d->inter}, down = whole(&d->down);
+    const mk_part *g[1] = {&up};
+    uint32_t one[1] = {1};
+    mk_split(b, g, one, 1, R->cut[0]);
+    if (!R->have_dense) {
+        R->have_dense = 1;
+        R->dense = d;
+        R->ffn = mk_vec_split(b, "ffn", act(b), &up, 1, R->cut[0]);
+    }
+    uint32_t u_pub = mk_pub(b, R->ffn), pub = mk_pub(b, R->h);
+    mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .epilogue = MK_EPI_SILU,
+                      .param_off = norm_param(b, &L->post_norm), .eps = L->post_norm.eps, .out_vec = R->ffn, .out_pub = u_pub};
+    mk_phase_begin(b);
+    mk_emit_gemv(b, layer, &up, 1, R->cut[0], &s);
+    mk_phase_end(b, "ffn up", layer, d->inter < 33 * b->cfg->workers ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+    mk_gemv_spec t = {.in_vec = R->ffn, .in_pub = u_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
+    mk_phase_begin(b);
+    mk_emit_gemv(b, layer, &down, 1, R->h_cut, &t);
+    mk_phase_end(b, "ffn down", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
+    R->h_pub = pub;
+}
+
+/* Rows the busiest worker gets when k experts of `inter` rows are cut into T slices each and dealt round-robin. */
+static uint32_t busiest(uint32_t k, uint32_t T, uint32_t inter, uint32_t W, uint32_t *load)
+{
+    uint32_t most = 0;
+    memset(load, 0, W * sizeof *load);
+    for (uint32_t i = 0; i < k * T; i++) {
+        uint32_t t = i % T, *l = &load[i % W];
+        *l += mk_start(t + 1, inter, T) - mk_start(t, inter, T);
+        if (*l > most) most = *l;
+    }
+    return most;
+}
+
+/* Slices an expert: enough that one token's experts reach every worker (k T >= W: the validator's proof of buffer reuse needs it), then
+ * the evenest; among cuts within 0.5 % the coarsest. */
+static uint32_t expert_slices(mk_builder *b, uint32_t k, uint32_t inter)
+{
+    uint32_t W = b->cfg->workers, lo = (W + k - 1) / k, best = 0, hi = 4 * W / k + 1;
+    double best_load = INFINITY;
+    uint32_t *load = calloc(W, sizeof *load);
+    if (hi > inter) hi = inter;
+    for (uint32_t T = lo; load && T <= hi; T++) {
+        double l = busiest(k, T, inter, W, load);
+        if (l < best_load * 0.995) {
+            best_load = l;
+            best = T;
+        }
+    }
+    free(load);
+    if (!best) {
+        mk_fail(b->err, MK_E_CAPACITY, "%u workers are too many for %u experts a token of %u rows: at most %u", W, k, inter, k * inter);
+        b->failed = 1;
+        best = 1;
+    }
+    return best;
+}
+
+static uint32_t expert_segments(uint32_t T, uint32_t inter)
+{
+    uint32_t most = 1;
+    for (uint32_t t = 0; t < T; t++) {
+        uint32_t a = mk_start(t, inter, T), n = mk_start(t + 1, inter, T) - a, s = mk_segments(a % MK_SCALE_ROWS, n);
+        if (s > most) most = s;
+    }
+    return most;
+}
+
+static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
+{
+    const mk_layer *L = &b->m->layer[layer];
+    const mk_moe *m = &L->moe;
+    const mk_ffn_dense *sh = &m->shared;
+    uint32_t W = b->cfg->workers, hidden = b->m->hidden, wt = m->gate.wtype, n_groups = sh->inter ? 2 : 1;
+    if (R->have_moe && !same_shape(b, "MoE", layer,
+                                   R->moe->experts == m->experts && R->moe->topk == m->topk && R->moe->inter == m->inter &&
+                                       R->moe->shared.inter == sh->inter))
+        return;
+    mk_part router = whole(&m->router), up = {.mat = &sh->gate, .up = &sh->up, .rows = sh->inter}, down = whole(&sh->down);
+    const mk_part *g[2] = {&router, &up};
+    uint32_t n[2] = {1, 1}, *cut = R->cut[0];
+    mk_split(b, g, n, n_groups, cut);
+    uint32_t h_slices = b->vec[R->h].nslice;
+    if (!R->have_moe) {
+        R->have_moe = 1;
+        R->moe = m;
+        R->T = expert_slices(b, m->topk, m->inter);
+        if (b->failed) return;
+        R->router = mk_vec_split(b, "router", MK_F32, &router, 1, cut);
+        R->route = mk_vec_local(b, "route", sizeof(mk_routes));
+        if (sh->inter) {
+            R->shared = mk_vec_split(b, "shared", act(b), &up, 1, cut + W + 1);
+            R->acc = mk_vec_local(b, "acc", MK_MAX_ROWS * 4 * ((hidden + W - 1) / W));
+        }
+        uint32_t *st = calloc((size_t)m->topk * R->T + 1, sizeof *st);
+        if (!st) {
+            b->failed = 1;
+            return;
+        }
+        for (uint32_t j = 0; j < m->topk; j++)
+            for (uint32_t t = 0; t <= R->T; t++) st[j * R->T + t] = j * m->inter + mk_start(t, m->inter, R->T);
+        R->u = mk_vec_packet(b, "u", act(b), 0, MK_VEC_DYNAMIC, st, m->topk * R->T);
+        free(st);
+    }
+    uint32_t T = R->T, norm = norm_param(b, &L->post_norm), bias = m->bias.tensor[0] ? mk_param(b, &m->bias, 0, m->experts) : 0;
+    uint32_t r_pub = mk_pub(b, R->router), route_pub = mk_pub(b, R->route), u_pub = mk_pub(b, R->u), pub = mk_pub(b, R->h);
+    uint32_t sh_pub = sh->inter ? mk_pub(b, R->shared) : 0, acc_pub = sh->inter ? mk_pub(b, R->acc) : 0;
+
+    mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .flags = MK_GEMV_X_F32, .param_off = norm,
+                      .eps = L->post_norm.eps, .out_vec = R->router, .out_pub = r_pub};
+    mk_phase_begin(b);
+    mk_emit_gemv(b, layer, &router, 1, cut, &s);
+    if (sh->inter) {
+        s.flags = 0;
+        s.epilogue = MK_EPI_SILU;
+        s.out_vec = R->shared, s.out_pub = sh_pub;
+        mk_emit_gemv(b, layer, &up, 1, cut + W + 1, &s);
+    }
+    mk_phase_end(b, "router shared", layer, "few rows: one row is more than 3 % of a worker's share");
+
+    /* expert region: up slices of all experts, then down slices */
+    uint32_t up_seg = wt == MK_W_FP8 ? expert_segments(T, m->inter) : 0, up_rows = (m->inter + T - 1) / T;
+    uint64_t up_slice = mk_segment_bytes(wt, 2 * up_rows, hidden, 2 * up_seg, 128), up_base = b->expert;
+    b->expert += up_slice * T * m->experts;
+    uint32_t dn_seg = wt == MK_W_FP8 ? expert_segments(h_slices, hidden) : 0, dn_rows = (hidden + h_slices - 1) / h_slices;
+    uint64_t dn_slice = mk_segment_bytes(wt, dn_rows, m->inter, dn_seg, 128), dn_base = b->expert;
+    b->expert += dn_slice * h_slices * m->experts;
+    for (uint32_t t = 0; t < T; t++) {
+        uint32_t a = mk_start(t, m->inter, T);
+        mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_EXPERT, .wtype = (uint8_t)wt, .halves = 2, .mat = {&m->gate, &m->up}, .row0 = a,
+                                        .rows = mk_start(t + 1, m->inter, T) - a, .phase = a % MK_SCALE_ROWS, .nseg = up_seg,
+                                        .experts = m->experts, .expert_stride = up_slice * T, .dst = up_base + t * up_slice});
+    }
+
+    for (uint32_t w = 0; w < W; w++) {
+        mk_insn *in = mk_emit(b, w, MK_OP_ROUTE, layer);
+        in->route = (mk_route){.experts = (uint16_t)m->experts, .topk = (uint16_t)m->topk, .groups = (uint16_t)m->groups,
+                               .topk_groups = (uint16_t)m->topk_groups, .score = m->score, .renorm = m->renorm,
+                               .has_bias = m->bias.tensor[0] != 0, .scale = m->scale, .param_off = bias};
+        mk_wait_all(b, in, R->router, r_pub);
+        mk_signal(in, R->route, route_pub, 0);
+        in = mk_emit(b, w, MK_OP_EXPERT_UP, layer);
+        in->expert = (mk_expert){.base = up_base, .expert_stride = up_slice * T, .slice_stride = (uint32_t)up_slice, .T = (uint16_t)T,
+                                 .k = hidden, .inter = m->inter, .wtype = (uint8_t)wt, .nseg = (uint8_t)up_seg, .topk = (uint8_t)m->topk,
+                                 .param_off = norm, .eps = L->post_norm.eps};
+        mk_wait_all(b, in, R->h, R->h_pub);
+        mk_wait_all(b, in, R->route, route_pub);
+        mk_signal(in, R->u, u_pub, 0);
+    }
+    mk_phase_begin(b);
+    for (uint32_t i = 0; i < m->topk * T; i++) {
+        uint32_t t = i % T, rows = mk_start(t + 1, m->inter, T) - mk_start(t, m->inter, T);
+        b->load[i % W] += 2ull * rows * hidden * (wt == MK_W_FP8 ? 1 : 2);
+    }
+    mk_phase_end(b, "expert up", layer, "slices of an expert are whole rows");
+
+    mk_phase_begin(b);
+    if (sh->inter) {
+        mk_gemv_spec t = {.in_vec = R->shared, .in_pub = sh_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub,
+                          .out_vec = R->acc, .out_pub = acc_pub};
+        mk_emit_gemv(b, layer, &down, 1, R->h_cut, &t);
+    }
+    for (uint32_t w = 0, slice = 0; w < W; w++) {
+        uint32_t row0 = R->h_cut[w], rows = R->h_cut[w + 1] - row0;
+        if (!rows) continue;
+        uint32_t phase = wt == MK_W_FP8 ? row0 % MK_SCALE_ROWS : 0;
+        mk_insn *in = mk_emit(b, w, MK_OP_EXPERT_DOWN, layer);
+        in->expert = (mk_expert){.base = dn_base, .expert_stride = dn_slice * h_slices, .slice_stride = (uint32_t)dn_slice,
+                                 .T = (uint16_t)h_slices, .t = (uint16_t)slice, .k = m->inter, .inter = m->inter, .n = (uint16_t)rows,
+                                 .phase = (uint16_t)phase, .wtype = (uint8_t)wt, .nseg = (uint8_t)dn_seg, .topk = (uint8_t)m->topk};
+        mk_wait_all(b, in, R->u, u_pub);
+        mk_wait_all(b, in, R->route, route_pub);
+        if (sh->inter)
+            mk_wait_all(b, in, R->acc, acc_pub);
+        else
+            mk_wait_slice(b, in, R->h, R->h_pub, slice);
+        mk_signal(in, R->h, pub, slice);
+        mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_EXPERT, .wtype = (uint8_t)wt, .halves = 1, .mat = {&m->down, NULL}, .row0 = row0,
+                                        .rows = rows, .phase = phase, .nseg = dn_seg, .experts = m->experts,
+                                        .expert_stride = dn_slice * h_slices, .dst = dn_base + slice * dn_slice});
+        b->load[w] += (uint64_t)rows * m->inter * m->topk * (wt == MK_W_FP8 ? 1 : 2);
+        slice++;
+    }
+    mk_phase_end(b, "expert down", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
+    R->h_pub = pub;
+}
+
+/* ---- the step ------------------------------------------------------------------------------------------------------- */
+
+static void embed_and_h(mk_builder *b, mk_roles *R)
+{
+    uint32_t W = b->cfg->workers, hidden = b->m->hidden, n = 0;
+    uint32_t *st = calloc(W + 1, sizeof *st);
+    if (!st) {
+        b->failed = 1;
+        return;
+    }
+    for (uint32_t w = 0; w <= W; w++) R->h_cut[w] = mk_start(w, hidden, W);
+    for (uint32_t w = 0; w < W; w++)
+        if (R->h_cut[w + 1] > R->h_cut[w]) st[++n] = R->h_cut[w + 1];
+    R->h = mk_vec_packet(b, "h", MK_F32, 0, 0, st, n);
+    R->h_pub = mk_pub(b, R->h);
+    for (uint32_t w = 0, slice = 0; w < W; w++) {
+        uint32_t rows = R->h_cut[w + 1] - R->h_cut[w];
+        if (!rows) continue;
+        mk_insn *in = mk_emit(b, w, MK_OP_EMBED, MK_NONE);
+        in->embed = (mk_embed){.first = R->h_cut[w], .n = rows, .hidden = hidden, .wtype = MK_BF16, .scale = b->m->embed_scale};
+        mk_signal(in, R->h, R->h_pub, slice++);
+    }
+    mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_EMBED, .wtype = MK_W_BF16, .halves = 1, .mat = {&b->m->embed, NULL}, .rows = b->m->vocab});
+    free(st);
+}
+
+
+static void head_and_sample(mk_builder *b, mk_roles *R)
+{
+    uint32_t W = b->cfg->workers, vocab = b->m->vocab, n = 0, *cut = R->cut[0];
+    mk_part p = whole(&b->m->lm_head);
+    const mk_part *g[1] = {&p};
+    uint32_t one[1] = {1};
+    mk_split(b, g, one, 1, cut);
+    for (uint32_t w = 0; w < W; w++) n += cut[w + 1] > cut[w];
+    uint32_t *st = calloc(n + 1, sizeof *st);
+    if (!st) {
+        b->failed = 1;
+        return;
+    }
+    for (uint32_t i = 0; i <= n; i++) st[i] = 4 * i;
+    uint32_t stats = mk_vec_packet(b, "stats", MK_F32, 0, 0, st, n), logits = mk_vec_bulk(b, "logits", (uint64_t)MK_MAX_ROWS * vocab * 4, n);
+    uint32_t sampled = mk_vec_local(b, "sampled", sizeof(mk_sampled));
+    uint32_t s_pub = mk_pub(b, stats), l_pub = mk_pub(b, logits), m_pub = mk_pub(b, sampled);
+    uint32_t param = norm_param(b, &b->m->final_norm), wt = b->m->lm_head.wtype;
+    free(st);
+    mk_phase_begin(b);
+    for (uint32_t w = 0, slice = 0; w < W; w++) {
+        uint32_t rows = cut[w + 1] - cut[w];
+        if (!rows) continue;
+        mk_queue *q = &b->queue[w];
+        mk_insn *in = mk_emit(b, w, MK_OP_LM_HEAD, MK_NONE);
+        mk_lm_head *l = &in->lm_head;
+        *l = (mk_lm_head){.n = rows, .k = b->m->hidden, .row0 = cut[w], .vocab = vocab, .wtype = (uint8_t)wt, .param_off = param,
+                          .eps = b->m->final_norm.eps, .logits_vec = (uint16_t)logits, .logits_pub = (uint16_t)l_pub};
+        if (wt == MK_W_FP8) {
+            l->phase = (uint16_t)(cut[w] % MK_SCALE_ROWS);
+            l->nseg = (uint16_t)mk_segments(l->phase, rows);
+        }
+        mk_wait_all(b, in, R->h, R->h_pub);
+        mk_signal(in, stats, s_pub, slice++);
+        in->tape_bytes = (uint32_t)mk_segment_bytes(wt, rows, l->k, l->nseg, 128);
+        mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_TAPE, .wtype = (uint8_t)wt, .halves = 1, .mat = {&b->m->lm_head, NULL}, .worker = w,
+                                        .row0 = cut[w], .rows = rows, .phase = l->phase, .nseg = l->nseg, .dst = in->tape_off});
+        q->tape += in->tape_bytes;
+        b->load[w] += in->tape_bytes;
+    }
+    mk_phase_end(b, "lm_head", MK_NONE, vocab < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+    mk_insn *in = mk_emit(b, 0, MK_OP_SAMPLE, MK_NONE);
+    in->sample = (mk_sample){.vocab = vocab, .slices = n};
+    mk_wait_all(b, in, stats, s_pub);
+    mk_wait_all(b, in, logits, l_pub);
+    mk_signal(in, sampled, m_pub, 0);
+    in = mk_emit(b, 0, MK_OP_SCHEDULE, MK_NONE);
+    mk_wait_all(b, in, sampled, m_pub);
+}
+
+/* models.md section 2: what one token needs, whatever the program reads. */
+static void count_weights(mk_builder *b)
+{
+    uint64_t bytes = (uint64_t)b->m->lm_head.n * b->m->lm_head.k * (b->m->lm_head.wtype == MK_W_FP8 ? 1 : 2) + 2ull * b->m->hidden;
+#define MAT(x, times)                                                                                                  \
+    if ((x).source != MK_SRC_NONE) bytes += (uint64_t)(times) * (x).n * (x).k * ((x).wtype == MK_W_FP8 ? 1 : 2)
+    for (uint32_t l = 0; l < b->m->layers; l++) {
+        const mk_layer *L = &b->m->layer[l];
+        if (L->mixer == MK_MIX_DELTA) {
+            const mk_delta_mixer *d = &L->delta;
+            MAT(d->q, 1); MAT(d->k, 1); MAT(d->v, 1); MAT(d->o, 1);
+            MAT(d->f_a, 1); MAT(d->f_b, 1); MAT(d->g_a, 1); MAT(d->g_b, 1); MAT(d->b, 1);
+        } else {
+            const mk_mla_mixer *a = &L->mla;
+            MAT(a->q, 1); MAT(a->q_a, 1); MAT(a->kv_a, 1); MAT(a->uk, 1); MAT(a->uv, 1); MAT(a->o, 1);
+        }
+        if (L->ffn == MK_FFN_DENSE) {
+            MAT(L->dense.gate, 1); MAT(L->dense.up, 1); MAT(L->dense.down, 1);
+        } else {
+            const mk_moe *m = &L->moe;
+            MAT(m->router, 1);
+            MAT(m->gate, m->topk); MAT(m->up, m->topk); MAT(m->down, m->topk);
+            if (m->shared.inter) {
+                MAT(m->shared.gate, 1); MAT(m->shared.up, 1); MAT(m->shared.down, 1);
+            }
+        }
+    }
+#undef MAT
+    b->plan->weight_bytes = bytes;
+}
+
+void mk_plan_layers(mk_builder *b)
+{
+    mk_roles R;
+    memset(&R, 0, sizeof R);
+    uint32_t W = b->cfg->workers, kv_index = 0;
+    uint32_t *mem = calloc((size_t)5 * (W + 1), sizeof *mem);
+    if (!mem) {
+        b->failed = 1;
+        return;
+    }
+    R.h_cut = mem;
+    R.cut[0] = mem + (W + 1); /* two groups */
+    R.cut[2] = mem + 3 * (W + 1);
+    embed_and_h(b, &R);
+    for (uint32_t l = 0; l < b->m->layers && !b->failed; l++) {
+        const mk_layer *L = &b->m->layer[l];
+        if (L->mixer == MK_MIX_DELTA)
+            delta_layer(b, &R, l);
+        else
+            mla_layer(b, &R, l, kv_index++);
+        if (b->failed) break;
+        if (L->ffn == MK_FFN_DENSE)
+            dense_layer(b, &R, l);
+        else
+            moe_layer(b, &R, l);
+    }
+    if (!b->failed) head_and_sample(b, &R);
+    count_weights(b);
+    free(mem);
+}
