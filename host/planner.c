@@ -159,9 +159,7 @@ void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_part
     }
 }
 
-/* Calls f for every non-empty piece of worker w. */
-typedef void (*piece_fn)(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg);
-static uint32_t each_piece(mk_builder *b, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, piece_fn f, void *arg)
+uint32_t mk_each_piece(mk_builder *b, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, mk_piece_fn f, void *arg)
 {
     uint32_t slice = 0;
     for (uint32_t w = 0; w < b->cfg->workers; w++) {
@@ -169,7 +167,11 @@ static uint32_t each_piece(mk_builder *b, const mk_part *parts, uint32_t n_parts
         for (uint32_t i = 0; i < n_parts; at += parts[i].rows, i++) {
             uint32_t lo = cut[w] > at ? cut[w] : at, hi = cut[w + 1] < at + parts[i].rows ? cut[w + 1] : at + parts[i].rows;
             if (lo >= hi) continue;
-            f(b, w, &parts[i], lo - at, hi - lo, slice++, arg);
+            uint32_t limit = parts[i].up ? MK_SEGMENT_ROWS / 2 : MK_SEGMENT_ROWS, pieces = (hi - lo + limit - 1) / limit;
+            for (uint32_t k = 0; k < pieces; k++) {
+                uint32_t a = lo + mk_start(k, hi - lo, pieces), e = lo + mk_start(k + 1, hi - lo, pieces);
+                f(b, w, &parts[i], a - at, e - a, slice++, arg);
+            }
         }
     }
     return slice;
@@ -188,12 +190,15 @@ static void add_start(mk_builder *b, uint32_t w, const mk_part *part, uint32_t f
 
 uint32_t mk_vec_split(mk_builder *b, const char *name, uint32_t dtype, const mk_part *parts, uint32_t n_parts, const uint32_t *cut)
 {
-    struct starts s = {calloc(b->cfg->workers + n_parts + 1, sizeof *s.v), 0};
+    uint32_t rows = 0;
+    for (uint32_t i = 0; i < n_parts; i++) rows += parts[i].rows;
+    /* pieces: one a worker and part boundary, and one more for every half limit of rows */
+    struct starts s = {calloc(b->cfg->workers + n_parts + 2 + rows / (MK_SEGMENT_ROWS / 4), sizeof *s.v), 0};
     if (!s.v) {
         fail_memory(b);
         return 0;
     }
-    each_piece(b, parts, n_parts, cut, add_start, &s);
+    mk_each_piece(b, parts, n_parts, cut, add_start, &s);
     uint32_t id = mk_vec_packet(b, name, dtype, 0, 0, s.v, s.n);
     free(s.v);
     return id;
@@ -268,15 +273,10 @@ void mk_pack_push(mk_builder *b, const mk_pack_item *it)
     p->item[p->n_item++] = *it;
 }
 
-struct gemv_arg {
-    const mk_gemv_spec *s;
-    uint32_t layer;
-};
-
-static void emit_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg)
+void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg)
 {
-    const struct gemv_arg *a = arg;
-    const mk_gemv_spec *s = a->s;
+    const mk_gemv_arg *a = arg;
+    const mk_gemv_spec *s = a->spec;
     const mk_mat *mat = part->mat;
     mk_insn *in = mk_emit(b, w, MK_OP_GEMV, a->layer);
     mk_queue *q = &b->queue[w];
@@ -329,8 +329,8 @@ static void emit_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t 
 
 void mk_emit_gemv(mk_builder *b, uint32_t layer, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, const mk_gemv_spec *s)
 {
-    struct gemv_arg a = {s, layer};
-    each_piece(b, parts, n_parts, cut, emit_piece, &a);
+    mk_gemv_arg a = {s, layer};
+    mk_each_piece(b, parts, n_parts, cut, mk_emit_gemv_piece, &a);
 }
 
 uint32_t mk_param(mk_builder *b, const mk_par *par, uint32_t src, uint32_t n)

@@ -49,7 +49,12 @@ typedef struct mk_gemv_spec {
 /* cut[g * (workers + 1) + w]: first row of worker w in group g (rows of the group's parts, concatenated). */
 void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut);
 
-/* A PACKET vector whose slices are the worker-by-part pieces of a split. */
+/* Calls f for every non-empty piece of every worker, in worker order; a piece is of one part and at most MK_SEGMENT_ROWS matrix rows.
+ * Returns the number of pieces. */
+typedef void (*mk_piece_fn)(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg);
+uint32_t mk_each_piece(mk_builder *b, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, mk_piece_fn f, void *arg);
+
+/* A PACKET vector whose slices are the pieces of a split. */
 uint32_t mk_vec_split(mk_builder *b, const char *name, uint32_t dtype, const mk_part *parts, uint32_t n_parts, const uint32_t *cut);
 /* A PACKET vector of given slice starts. */
 uint32_t mk_vec_packet(mk_builder *b, const char *name, uint32_t dtype, uint32_t trailer, uint32_t flags, const uint32_t *starts,
@@ -59,7 +64,12 @@ uint32_t mk_vec_bulk(mk_builder *b, const char *name, uint64_t bytes, uint32_t s
 /* The next publication of a vector. */
 uint32_t mk_pub(mk_builder *b, uint32_t vec);
 
-/* Emits one GEMV per worker and part. */
+/* Emits one GEMV per piece; mk_emit_gemv_piece is the piece function behind it (arg: mk_gemv_arg). */
+typedef struct mk_gemv_arg {
+    const mk_gemv_spec *spec;
+    uint32_t layer;
+} mk_gemv_arg;
+void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg);
 void mk_emit_gemv(mk_builder *b, uint32_t layer, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, const mk_gemv_spec *s);
 mk_insn *mk_emit(mk_builder *b, uint32_t worker, uint32_t op, uint32_t layer);
 void mk_wait_all(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub);

@@ -53,6 +53,31 @@ static mk_part whole(const mk_mat *m)
     return (mk_part){.mat = m, .rows = m->n};
 }
 
+struct piece {
+    uint32_t w, first, rows;
+};
+struct pieces {
+    struct piece *v;
+    uint32_t n;
+};
+static void add_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg)
+{
+    struct pieces *p = arg;
+    (void)b, (void)part;
+    p->v[slice] = (struct piece){w, first, rows};
+    p->n = slice + 1;
+}
+/* The pieces of one part; v is NULL when memory ran out. */
+static struct pieces pieces_of(mk_builder *b, const mk_part *part, const uint32_t *cut)
+{
+    struct pieces p = {calloc(b->cfg->workers + 2 + part->rows / (MK_SEGMENT_ROWS / 4), sizeof *p.v), 0};
+    if (p.v)
+        mk_each_piece(b, part, 1, cut, add_piece, &p);
+    else
+        b->failed = 1;
+    return p;
+}
+
 /* ---- delta rule ----------------------------------------------------------------------------------------------------- */
 
 static void delta_layer(mk_builder *b, mk_roles *R, uint32_t layer)
@@ -327,9 +352,11 @@ static uint32_t busiest(uint32_t k, uint32_t T, uint32_t inter, uint32_t W, uint
  * the evenest; among cuts within 0.5 % the coarsest. */
 static uint32_t expert_slices(mk_builder *b, uint32_t k, uint32_t inter)
 {
-    uint32_t W = b->cfg->workers, lo = (W + k - 1) / k, best = 0, hi = 4 * W / k + 1;
+    uint32_t W = b->cfg->workers, lo = (W + k - 1) / k, best = 0, hi = 4 * W / k + 1, half = MK_SEGMENT_ROWS / 2;
     double best_load = INFINITY;
     uint32_t *load = calloc(W, sizeof *load);
+    if (lo < (inter + half - 1) / half) lo = (inter + half - 1) / half;
+    if (hi < lo) hi = lo;
     if (hi > inter) hi = inter;
     for (uint32_t T = lo; load && T <= hi; T++) {
         double l = busiest(k, T, inter, W, load);
@@ -381,7 +408,7 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
         R->route = mk_vec_local(b, "route", sizeof(mk_routes));
         if (sh->inter) {
             R->shared = mk_vec_split(b, "shared", act(b), &up, 1, cut + W + 1);
-            R->acc = mk_vec_local(b, "acc", MK_MAX_ROWS * 4 * ((hidden + W - 1) / W));
+            R->acc = mk_vec_local(b, "acc", MK_MAX_ROWS * 4 * MK_SEGMENT_ROWS);
         }
         uint32_t *st = calloc((size_t)m->topk * R->T + 1, sizeof *st);
         if (!st) {
@@ -413,7 +440,14 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     uint32_t up_seg = wt == MK_W_FP8 ? expert_segments(T, m->inter) : 0, up_rows = (m->inter + T - 1) / T;
     uint64_t up_slice = mk_segment_bytes(wt, 2 * up_rows, hidden, 2 * up_seg, 128), up_base = b->expert;
     b->expert += up_slice * T * m->experts;
-    uint32_t dn_seg = wt == MK_W_FP8 ? expert_segments(h_slices, hidden) : 0, dn_rows = (hidden + h_slices - 1) / h_slices;
+    mk_part rows_of_h = {.mat = &m->down, .rows = hidden};
+    struct pieces h = pieces_of(b, &rows_of_h, R->h_cut);
+    uint32_t dn_seg = 0, dn_rows = 0;
+    for (uint32_t i = 0; i < h.n; i++) {
+        uint32_t seg = mk_segments(h.v[i].first % MK_SCALE_ROWS, h.v[i].rows);
+        if (wt == MK_W_FP8 && seg > dn_seg) dn_seg = seg;
+        if (h.v[i].rows > dn_rows) dn_rows = h.v[i].rows;
+    }
     uint64_t dn_slice = mk_segment_bytes(wt, dn_rows, m->inter, dn_seg, 128), dn_base = b->expert;
     b->expert += dn_slice * h_slices * m->experts;
     for (uint32_t t = 0; t < T; t++) {
@@ -446,15 +480,12 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     mk_phase_end(b, "expert up", layer, "slices of an expert are whole rows");
 
     mk_phase_begin(b);
-    if (sh->inter) {
-        mk_gemv_spec t = {.in_vec = R->shared, .in_pub = sh_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub,
-                          .out_vec = R->acc, .out_pub = acc_pub};
-        mk_emit_gemv(b, layer, &down, 1, R->h_cut, &t);
-    }
-    for (uint32_t w = 0, slice = 0; w < W; w++) {
-        uint32_t row0 = R->h_cut[w], rows = R->h_cut[w + 1] - row0;
-        if (!rows) continue;
-        uint32_t phase = wt == MK_W_FP8 ? row0 % MK_SCALE_ROWS : 0;
+    mk_gemv_spec down_spec = {.in_vec = R->shared, .in_pub = sh_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub,
+                              .out_vec = R->acc, .out_pub = acc_pub};
+    mk_gemv_arg down_arg = {&down_spec, layer};
+    for (uint32_t slice = 0; slice < h.n; slice++) {
+        uint32_t w = h.v[slice].w, row0 = h.v[slice].first, rows = h.v[slice].rows, phase = wt == MK_W_FP8 ? row0 % MK_SCALE_ROWS : 0;
+        if (sh->inter) mk_emit_gemv_piece(b, w, &down, row0, rows, slice, &down_arg);
         mk_insn *in = mk_emit(b, w, MK_OP_EXPERT_DOWN, layer);
         in->expert = (mk_expert){.base = dn_base, .expert_stride = dn_slice * h_slices, .slice_stride = (uint32_t)dn_slice,
                                  .T = (uint16_t)h_slices, .t = (uint16_t)slice, .k = m->inter, .inter = m->inter, .n = (uint16_t)rows,
@@ -470,8 +501,8 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
                                         .rows = rows, .phase = phase, .nseg = dn_seg, .experts = m->experts,
                                         .expert_stride = dn_slice * h_slices, .dst = dn_base + slice * dn_slice});
         b->load[w] += (uint64_t)rows * m->inter * m->topk * (wt == MK_W_FP8 ? 1 : 2);
-        slice++;
     }
+    free(h.v);
     mk_phase_end(b, "expert down", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
     R->h_pub = pub;
 }
@@ -480,77 +511,73 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
 
 static void embed_and_h(mk_builder *b, mk_roles *R)
 {
-    uint32_t W = b->cfg->workers, hidden = b->m->hidden, n = 0;
-    uint32_t *st = calloc(W + 1, sizeof *st);
-    if (!st) {
-        b->failed = 1;
-        return;
-    }
+    uint32_t W = b->cfg->workers, hidden = b->m->hidden;
+    mk_part p = {.mat = &b->m->embed, .rows = hidden};
     for (uint32_t w = 0; w <= W; w++) R->h_cut[w] = mk_start(w, hidden, W);
-    for (uint32_t w = 0; w < W; w++)
-        if (R->h_cut[w + 1] > R->h_cut[w]) st[++n] = R->h_cut[w + 1];
-    R->h = mk_vec_packet(b, "h", MK_F32, 0, 0, st, n);
+    R->h = mk_vec_split(b, "h", MK_F32, &p, 1, R->h_cut);
     R->h_pub = mk_pub(b, R->h);
-    for (uint32_t w = 0, slice = 0; w < W; w++) {
-        uint32_t rows = R->h_cut[w + 1] - R->h_cut[w];
-        if (!rows) continue;
-        mk_insn *in = mk_emit(b, w, MK_OP_EMBED, MK_NONE);
-        in->embed = (mk_embed){.first = R->h_cut[w], .n = rows, .hidden = hidden, .wtype = MK_BF16, .scale = b->m->embed_scale};
-        mk_signal(in, R->h, R->h_pub, slice++);
+    struct pieces h = pieces_of(b, &p, R->h_cut);
+    for (uint32_t s = 0; s < h.n; s++) {
+        mk_insn *in = mk_emit(b, h.v[s].w, MK_OP_EMBED, MK_NONE);
+        in->embed = (mk_embed){.first = h.v[s].first, .n = h.v[s].rows, .hidden = hidden, .wtype = MK_BF16, .scale = b->m->embed_scale};
+        mk_signal(in, R->h, R->h_pub, s);
     }
     mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_EMBED, .wtype = MK_W_BF16, .halves = 1, .mat = {&b->m->embed, NULL}, .rows = b->m->vocab});
-    free(st);
+    free(h.v);
 }
-
 
 static void head_and_sample(mk_builder *b, mk_roles *R)
 {
-    uint32_t W = b->cfg->workers, vocab = b->m->vocab, n = 0, *cut = R->cut[0];
+    uint32_t W = b->cfg->workers, vocab = b->m->vocab, *cut = R->cut[0];
     mk_part p = whole(&b->m->lm_head);
     const mk_part *g[1] = {&p};
     uint32_t one[1] = {1};
     mk_split(b, g, one, 1, cut);
-    for (uint32_t w = 0; w < W; w++) n += cut[w + 1] > cut[w];
-    uint32_t *st = calloc(n + 1, sizeof *st);
-    if (!st) {
+    struct pieces pc = pieces_of(b, &p, cut);
+    uint32_t *st = calloc(pc.n + 1, sizeof *st);
+    if (!st || b->failed) {
         b->failed = 1;
+        free(pc.v);
+        free(st);
         return;
     }
-    for (uint32_t i = 0; i <= n; i++) st[i] = 4 * i;
-    uint32_t stats = mk_vec_packet(b, "stats", MK_F32, 0, 0, st, n), logits = mk_vec_bulk(b, "logits", (uint64_t)MK_MAX_ROWS * vocab * 4, n);
+    for (uint32_t i = 0; i <= pc.n; i++) st[i] = 4 * i;
+    uint32_t stats = mk_vec_packet(b, "stats", MK_F32, 0, 0, st, pc.n);
+    uint32_t logits = mk_vec_bulk(b, "logits", (uint64_t)MK_MAX_ROWS * vocab * 4, pc.n);
     uint32_t sampled = mk_vec_local(b, "sampled", sizeof(mk_sampled));
     uint32_t s_pub = mk_pub(b, stats), l_pub = mk_pub(b, logits), m_pub = mk_pub(b, sampled);
     uint32_t param = norm_param(b, &b->m->final_norm), wt = b->m->lm_head.wtype;
-    free(st);
     mk_phase_begin(b);
-    for (uint32_t w = 0, slice = 0; w < W; w++) {
-        uint32_t rows = cut[w + 1] - cut[w];
-        if (!rows) continue;
+    for (uint32_t s = 0; s < pc.n; s++) {
+        uint32_t w = pc.v[s].w, rows = pc.v[s].rows, row0 = pc.v[s].first;
         mk_queue *q = &b->queue[w];
         mk_insn *in = mk_emit(b, w, MK_OP_LM_HEAD, MK_NONE);
         mk_lm_head *l = &in->lm_head;
-        *l = (mk_lm_head){.n = rows, .k = b->m->hidden, .row0 = cut[w], .vocab = vocab, .wtype = (uint8_t)wt, .param_off = param,
+        *l = (mk_lm_head){.n = rows, .k = b->m->hidden, .row0 = row0, .vocab = vocab, .wtype = (uint8_t)wt, .param_off = param,
                           .eps = b->m->final_norm.eps, .logits_vec = (uint16_t)logits, .logits_pub = (uint16_t)l_pub};
         if (wt == MK_W_FP8) {
-            l->phase = (uint16_t)(cut[w] % MK_SCALE_ROWS);
+            l->phase = (uint16_t)(row0 % MK_SCALE_ROWS);
             l->nseg = (uint16_t)mk_segments(l->phase, rows);
         }
         mk_wait_all(b, in, R->h, R->h_pub);
-        mk_signal(in, stats, s_pub, slice++);
+        mk_signal(in, stats, s_pub, s);
+        if (q->n > 1 && in[-1].opcode == MK_OP_LM_HEAD) in->flags |= MK_F_STAGED;
         in->tape_bytes = (uint32_t)mk_segment_bytes(wt, rows, l->k, l->nseg, 128);
         mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_TAPE, .wtype = (uint8_t)wt, .halves = 1, .mat = {&b->m->lm_head, NULL}, .worker = w,
-                                        .row0 = cut[w], .rows = rows, .phase = l->phase, .nseg = l->nseg, .dst = in->tape_off});
+                                        .row0 = row0, .rows = rows, .phase = l->phase, .nseg = l->nseg, .dst = in->tape_off});
         q->tape += in->tape_bytes;
-        b->load[w] += in->tape_bytes;
+        b->load[w] += (uint64_t)rows * l->k * (wt == MK_W_FP8 ? 1 : 2);
     }
     mk_phase_end(b, "lm_head", MK_NONE, vocab < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
     mk_insn *in = mk_emit(b, 0, MK_OP_SAMPLE, MK_NONE);
-    in->sample = (mk_sample){.vocab = vocab, .slices = n};
+    in->sample = (mk_sample){.vocab = vocab, .slices = pc.n};
     mk_wait_all(b, in, stats, s_pub);
     mk_wait_all(b, in, logits, l_pub);
     mk_signal(in, sampled, m_pub, 0);
     in = mk_emit(b, 0, MK_OP_SCHEDULE, MK_NONE);
     mk_wait_all(b, in, sampled, m_pub);
+    free(pc.v);
+    free(st);
 }
 
 /* models.md section 2: what one token needs, whatever the program reads. */

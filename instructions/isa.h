@@ -98,6 +98,7 @@ enum mk_wtype { MK_W_BF16 = 1, MK_W_FP8 = 2 }; /* = enum mk_dtype */
  * and the whole is padded to a multiple of 128 bytes. A lane of an m16n8k16 tile that reads 16 bytes of a row gets its fragments
  * with one load (permuted k order, applied to the vector as well). */
 #define MK_KBLOCK_BYTES 64u
+#define MK_SEGMENT_ROWS 128u /* rows of a segment at most (gate|up: of both together): eight tensor-core tiles, two K blocks a 16 KB stage */
 #define MK_SCALE_ROWS   128u
 
 enum mk_prologue {
