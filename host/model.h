@@ -30,6 +30,7 @@ typedef struct mk_mat {
     uint8_t source;       /* enum mk_source */
     uint8_t keep_bf16;    /* models.md section 4 keeps it BF16 (router, lm_head, b_proj, ...) */
     uint8_t wtype;        /* enum mk_wtype, decided by mk_model_resolve */
+    uint8_t exact;        /* MK_W_BF16 out of another dtype: refuse values that BF16 does not hold (mk_model_resolve) */
     uint32_t n, k;
     uint32_t head_n, head_off, head_stride;
     uint16_t scale_k; /* columns a scale covers: 128, or 64 where heads straddle blocks */

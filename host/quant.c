@@ -1,0 +1,436 @@
+/* Number formats, and rows of a matrix in the dtype that the tapes hold. */
+#include "host/quant.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "host/checkpoint.h"
+
+#define BLOCK 128u
+
+/* ---- formats -------------------------------------------------------------------------------------------------------- */
+
+/* e4m3fn without its NaN: no branches, so that loops vectorise. */
+static inline float fp8_finite(uint8_t b)
+{
+    uint32_t em = (uint32_t)(b & 0x7fu) << 20;
+    uint32_t sub = mk_f32_bits(mk_bits_f32(em + (121u << 23)) - mk_bits_f32(121u << 23)); /* exponent 0: m/8 * 2^-6 */
+    uint32_t norm = em + (120u << 23);
+    return mk_bits_f32((em < (1u << 23) ? sub : norm) | (uint32_t)(b & 0x80u) << 24);
+}
+
+/* |v| <= 448 after saturation; v is no NaN. */
+static inline uint8_t to_fp8_finite(float v)
+{
+    uint32_t u = mk_f32_bits(v), a = u & 0x7fffffffu;
+    a = a > 0x43e00000u ? 0x43e00000u : a;                            /* 448 */
+    uint32_t norm = ((a + 0x7ffffu + ((a >> 20) & 1u)) >> 20) - (120u << 3);
+    uint32_t sub = mk_f32_bits(mk_bits_f32(a) + 16384.0f) - 0x46800000u; /* 2^14 + |v|: the unit of the sum is 2^-9, that of a subnormal */
+    return (uint8_t)((a < 0x3c800000u ? sub : norm) | (u >> 24 & 0x80u)); /* below 2^-6 */
+}
+
+float mk_fp8_to_f32(uint8_t b)
+{
+    return (b & 0x7f) == 0x7f ? mk_bits_f32(0x7fc00000u) : fp8_finite(b);
+}
+
+uint8_t mk_f32_to_fp8(float v)
+{
+    return v != v ? 0x7f : to_fp8_finite(v);
+}
+
+static size_t dtype_bytes(enum mk_st_dtype d)
+{
+    switch (d) {
+    case MK_ST_F32: return 4;
+    case MK_ST_F16:
+    case MK_ST_BF16: return 2;
+    case MK_ST_F8_E4M3:
+    case MK_ST_F8_E8M0: return 1;
+    default: return 0;
+    }
+}
+
+/* n values at any alignment. FP8 NaN comes out finite: callers look for it in the bytes. */
+static void to_f32(enum mk_st_dtype d, const unsigned char *p, size_t n, float *x)
+{
+    uint16_t h;
+    switch (d) {
+    case MK_ST_F32: memcpy(x, p, n * 4); break;
+    case MK_ST_BF16:
+        for (size_t i = 0; i < n; i++) {
+            memcpy(&h, p + 2 * i, 2);
+            x[i] = mk_bf16_to_f32(h);
+        }
+        break;
+    case MK_ST_F16:
+        for (size_t i = 0; i < n; i++) {
+            memcpy(&h, p + 2 * i, 2);
+            x[i] = mk_f16_to_f32(h);
+        }
+        break;
+    case MK_ST_F8_E4M3:
+        for (size_t i = 0; i < n; i++) x[i] = fp8_finite(p[i]);
+        break;
+    case MK_ST_F8_E8M0:
+        for (size_t i = 0; i < n; i++) x[i] = mk_e8m0_to_f32(p[i]);
+        break;
+    default: break;
+    }
+}
+
+/* Index of the first infinity or NaN among n values as stored, n if there is none. */
+static size_t first_bad(enum mk_st_dtype d, const unsigned char *p, size_t n)
+{
+    uint32_t any = 0, u32, mask = d == MK_ST_F32 ? 0x7f800000u : d == MK_ST_BF16 ? 0x7f80u : 0x7c00u;
+    uint16_t u16;
+    if (d == MK_ST_F8_E4M3) {
+        for (size_t i = 0; i < n; i++) any |= (p[i] & 0x7f) == 0x7f;
+        for (size_t i = 0; any && i < n; i++)
+            if ((p[i] & 0x7f) == 0x7f) return i;
+    } else if (d == MK_ST_F32) {
+        for (size_t i = 0; i < n; i++) {
+            memcpy(&u32, p + 4 * i, 4);
+            any |= (u32 & mask) == mask;
+        }
+        for (size_t i = 0; any && i < n; i++) {
+            memcpy(&u32, p + 4 * i, 4);
+            if ((u32 & mask) == mask) return i;
+        }
+    } else {
+        for (size_t i = 0; i < n; i++) {
+            memcpy(&u16, p + 2 * i, 2);
+            any |= (u16 & mask) == mask;
+        }
+        for (size_t i = 0; any && i < n; i++) {
+            memcpy(&u16, p + 2 * i, 2);
+            if ((u16 & mask) == mask) return i;
+        }
+    }
+    return n;
+}
+
+/* ---- names and blocks ----------------------------------------------------------------------------------------------- */
+
+void mk_expert_name(char out[MK_NAME + 16], const char *name, uint32_t expert)
+{
+    const char *at = strstr(name, "%u");
+    if (at)
+        snprintf(out, MK_NAME + 16, "%.*s%u%s", (int)(at - name), name, expert, at + 2);
+    else
+        snprintf(out, MK_NAME + 16, "%s", name);
+}
+
+const mk_tensor *mk_scale_tensor(const mk_checkpoint *ck, const mk_tensor *t, mk_err *err)
+{
+    char name[MK_NAME + 16];
+    snprintf(name, sizeof name, "%s_scale_inv", t->name);
+    const mk_tensor *s = mk_checkpoint_find(ck, name);
+    uint64_t r = (t->shape[0] + BLOCK - 1) / BLOCK, c = (t->shape[1] + BLOCK - 1) / BLOCK;
+    if (!s) {
+        mk_fail(err, MK_E_MODEL, "%s: tensor %s is F8_E4M3 and its scales %s are missing", t->file, t->name, name);
+    } else if (s->ndim != 2 || s->shape[0] != r || s->shape[1] != c) {
+        mk_fail(err, MK_E_MODEL, "%s: tensor %s: expected shape [%llu, %llu] (one scale a 128x128 block of [%llu, %llu])", s->file, name,
+                (unsigned long long)r, (unsigned long long)c, (unsigned long long)t->shape[0], (unsigned long long)t->shape[1]);
+        s = NULL;
+    } else if (s->dtype != MK_ST_F32 && s->dtype != MK_ST_BF16 && s->dtype != MK_ST_F8_E8M0) {
+        mk_fail(err, MK_E_MODEL, "%s: tensor %s: unsupported dtype of scales, expected F32, BF16 or F8_E8M0", s->file, name);
+        s = NULL;
+    }
+    return s;
+}
+
+/* Row i of the matrix: row *r of the tensor from its first column on; MK_SRC_HEAD_T: column *c from row *r on. */
+static void source_row(const mk_mat *mat, uint64_t cols, uint64_t i, uint64_t *r, uint64_t *c)
+{
+    *c = 0;
+    if (mat->source == MK_SRC_HEAD_ROWS) {
+        *r = i / mat->head_n * mat->head_stride + mat->head_off + i % mat->head_n;
+    } else if (mat->source == MK_SRC_HEAD_T) {
+        *r = i / cols * mat->head_stride + mat->head_off;
+        *c = i % cols;
+    } else {
+        *r = i;
+    }
+}
+
+int mk_mat_block(const mk_mat *mat, uint64_t cols, uint32_t rb, uint32_t cb, uint32_t *trb, uint32_t *tcb)
+{
+    uint64_t k0 = (uint64_t)cb * mat->scale_k, k1 = k0 + mat->scale_k < mat->k ? k0 + mat->scale_k : mat->k;
+    uint64_t i0 = (uint64_t)rb * BLOCK, i1 = i0 + BLOCK < mat->n ? i0 + BLOCK : mat->n;
+    for (uint64_t i = i0; i < i1; i++) {
+        uint64_t r, c, r1, c1;
+        source_row(mat, cols, i, &r, &c);
+        if (mat->source == MK_SRC_HEAD_T) {
+            r1 = r + k1 - 1;
+            r += k0;
+            c1 = c;
+        } else {
+            r1 = r;
+            c = k0;
+            c1 = k1 - 1;
+        }
+        if (i == i0) {
+            *trb = (uint32_t)(r / BLOCK);
+            *tcb = (uint32_t)(c / BLOCK);
+        }
+        if (r / BLOCK != *trb || r1 / BLOCK != *trb || c / BLOCK != *tcb || c1 / BLOCK != *tcb) return 0;
+    }
+    return 1;
+}
+
+/* ---- rows ----------------------------------------------------------------------------------------------------------- */
+
+typedef struct view {
+    const mk_mat *mat;
+    const mk_tensor *t, *s; /* s: scales of an FP8 tensor */
+    uint64_t cols;          /* of the tensor */
+    size_t size;            /* bytes a value */
+    unsigned char *raw;     /* [k * 4] */
+    float *x;               /* [k] */
+    mk_err *err;
+} view;
+
+static int fail_at(const view *v, uint64_t i, uint64_t j, const char *what)
+{
+    uint64_t r, c;
+    source_row(v->mat, v->cols, i, &r, &c);
+    if (v->mat->source == MK_SRC_HEAD_T)
+        r += j;
+    else
+        c = j;
+    return mk_fail(v->err, MK_E_MODEL, "%s: tensor %s, row %llu, column %llu: %s", v->t->file, v->t->name, (unsigned long long)r,
+                   (unsigned long long)c, what);
+}
+
+/* Row i as stored: a pointer into the mapping, or v->raw for a transposed matrix. NULL: a value is not finite. */
+static const unsigned char *row_raw(const view *v, uint64_t i)
+{
+    const unsigned char *base = v->t->data, *p;
+    uint64_t r, c;
+    size_t k = v->mat->k, size = v->size;
+    source_row(v->mat, v->cols, i, &r, &c);
+    p = base + (r * v->cols + c) * size;
+    if (v->mat->source == MK_SRC_HEAD_T) {
+        size_t stride = (size_t)v->cols * size;
+        if (size == 1)
+            for (size_t j = 0; j < k; j++) v->raw[j] = p[j * stride];
+        else
+            for (size_t j = 0; j < k; j++) memcpy(v->raw + j * size, p + j * stride, size);
+        p = v->raw;
+    }
+    size_t bad = first_bad(v->t->dtype, p, k);
+    if (bad == k) return p;
+    fail_at(v, i, bad, "the weight is not finite");
+    return NULL;
+}
+
+static int scale_at(const view *v, uint64_t rb, uint64_t cb, float *scale)
+{
+    uint64_t i = rb * v->s->shape[1] + cb;
+    to_f32(v->s->dtype, (const unsigned char *)v->s->data + i * dtype_bytes(v->s->dtype), 1, scale);
+    if (*scale > 0 && *scale <= 3.4028235e38f / 448) return MK_OK; /* so that scale * 448 is finite */
+    return mk_fail(v->err, MK_E_MODEL, "%s: tensor %s, row %llu, column %llu: scale %g, expected a finite positive number", v->s->file, v->s->name,
+                   (unsigned long long)rb, (unsigned long long)cb, (double)*scale);
+}
+
+/* Row i as f32 in v->x. */
+static int row_f32(const view *v, uint64_t i)
+{
+    const unsigned char *p = row_raw(v, i);
+    if (!p) return MK_E_MODEL;
+    size_t k = v->mat->k;
+    to_f32(v->t->dtype, p, k, v->x);
+    if (!v->s) return MK_OK;
+    uint64_t r, c;
+    source_row(v->mat, v->cols, i, &r, &c);
+    for (size_t j = 0; j < k;) { /* up to the next block of the tensor */
+        float scale;
+        int t = v->mat->source == MK_SRC_HEAD_T;
+        uint64_t at = (t ? r : c) + j;
+        size_t end = j + (size_t)(BLOCK - at % BLOCK);
+        if (end > k) end = k;
+        int rc = scale_at(v, (t ? at : r) / BLOCK, (t ? c : at) / BLOCK, &scale);
+        if (rc) return rc;
+        for (; j < end; j++) v->x[j] *= scale;
+    }
+    return MK_OK;
+}
+
+/* ---- the three ways ------------------------------------------------------------------------------------------------- */
+
+static int fetch_bf16(const view *v, uint64_t row0, uint64_t rows, uint16_t *dst)
+{
+    size_t k = v->mat->k;
+    for (uint64_t i = 0; i < rows; i++, dst += k) {
+        if (v->t->dtype == MK_ST_BF16) {
+            const unsigned char *p = row_raw(v, row0 + i);
+            if (!p) return MK_E_MODEL;
+            memcpy(dst, p, k * 2);
+            continue;
+        }
+        int rc = row_f32(v, row0 + i);
+        if (rc) return rc;
+        uint32_t lost = 0, over = 0;
+        for (size_t j = 0; j < k; j++) {
+            lost |= mk_f32_bits(v->x[j]) & 0xffffu;
+            dst[j] = mk_f32_to_bf16(v->x[j]);
+            over |= (dst[j] & 0x7f80u) == 0x7f80u;
+        }
+        for (size_t j = 0; v->mat->exact && lost && j < k; j++)
+            if (mk_f32_bits(v->x[j]) & 0xffffu) {
+                char what[128];
+                snprintf(what, sizeof what, "%.9g is not exact in BF16: pass --weights bf16 (rounds) or --weights fp8", (double)v->x[j]);
+                return fail_at(v, row0 + i, j, what);
+            }
+        for (size_t j = 0; over && j < k; j++)
+            if ((dst[j] & 0x7f80u) == 0x7f80u) return fail_at(v, row0 + i, j, "the weight is too large for BF16");
+    }
+    return MK_OK;
+}
+
+/* FP8 stays FP8: bytes and scales move, nothing is computed. */
+static int fetch_fp8(const view *v, uint64_t row0, uint64_t rows, uint8_t *dst, float *scales)
+{
+    const mk_mat *mat = v->mat;
+    size_t k = mat->k;
+    uint32_t rb0 = (uint32_t)(row0 / BLOCK), nseg = (uint32_t)((row0 + rows - 1) / BLOCK) - rb0 + 1;
+    uint32_t nkb = (mat->k + mat->scale_k - 1) / mat->scale_k;
+    for (uint32_t cb = 0; cb < nkb; cb++)
+        for (uint32_t seg = 0; seg < nseg; seg++) {
+            uint32_t trb, tcb;
+            if (!mk_mat_block(mat, v->cols, rb0 + seg, cb, &trb, &tcb))
+                return mk_fail(v->err, MK_E_MODEL, "%s: tensor %s: its FP8 blocks straddle the heads, pass --weights bf16", v->t->file, v->t->name);
+            int rc = scale_at(v, trb, tcb, &scales[(size_t)cb * nseg + seg]);
+            if (rc) return rc;
+        }
+    for (uint64_t i = 0; i < rows; i++) {
+        const unsigned char *p = row_raw(v, row0 + i);
+        if (!p) return MK_E_MODEL;
+        memcpy(dst + i * k, p, k);
+    }
+    return MK_OK;
+}
+
+/* Scales of block row rb, all nkb of them: amax / 448 over the block of the whole matrix, 1 for a block of zeros. Kept in `known`. */
+static int block_row_scales(const view *v, uint32_t rb, uint32_t nkb, _Atomic uint32_t *known)
+{
+    const mk_mat *mat = v->mat;
+    size_t k = mat->k;
+    uint64_t i0 = (uint64_t)rb * BLOCK, i1 = i0 + BLOCK < mat->n ? i0 + BLOCK : mat->n;
+    if (atomic_load_explicit(&known[nkb - 1], memory_order_acquire)) return MK_OK; /* stored last */
+    float *top = calloc(k, sizeof *top);
+    if (!top) return mk_fail(v->err, MK_E_SYSTEM, "out of memory");
+    int rc = MK_OK;
+    for (uint64_t i = i0; !rc && i < i1; i++) {
+        if ((rc = row_f32(v, i))) break;
+        for (size_t j = 0; j < k; j++) {
+            float a = mk_bits_f32(mk_f32_bits(v->x[j]) & 0x7fffffffu);
+            top[j] = a > top[j] ? a : top[j];
+        }
+    }
+    for (uint32_t cb = 0; !rc && cb < nkb; cb++) {
+        size_t j = (size_t)cb * mat->scale_k, end = j + mat->scale_k < k ? j + mat->scale_k : k;
+        float amax = 0;
+        for (; j < end; j++) amax = top[j] > amax ? top[j] : amax;
+        float scale = amax > 0 ? amax / 448.0f : 1.0f;
+        if (scale < 1.17549435e-38f) scale = 1.17549435e-38f; /* the smallest normal number */
+        atomic_store_explicit(&known[cb], mk_f32_bits(scale), cb + 1 == nkb ? memory_order_release : memory_order_relaxed);
+    }
+    free(top);
+    return rc;
+}
+
+static int quantise(const view *v, const mk_checkpoint *ck, uint64_t row0, uint64_t rows, uint8_t *dst, float *scales)
+{
+    const mk_mat *mat = v->mat;
+    size_t k = mat->k;
+    uint32_t nrb = (mat->n + BLOCK - 1) / BLOCK, nkb = (mat->k + mat->scale_k - 1) / mat->scale_k;
+    uint32_t rb0 = (uint32_t)(row0 / BLOCK), nseg = (uint32_t)((row0 + rows - 1) / BLOCK) - rb0 + 1;
+    uint64_t key = mat->source | (uint64_t)mat->scale_k << 8 | (uint64_t)mat->head_off << 32;
+    _Atomic uint32_t *known = mk_checkpoint_scratch(ck, v->t, key, (size_t)nrb * nkb);
+    if (!known) return mk_fail(v->err, MK_E_SYSTEM, "out of memory");
+    for (uint32_t seg = 0; seg < nseg; seg++) {
+        _Atomic uint32_t *of_row = known + (size_t)(rb0 + seg) * nkb;
+        int rc = block_row_scales(v, rb0 + seg, nkb, of_row);
+        if (rc) return rc;
+        for (uint32_t cb = 0; cb < nkb; cb++)
+            scales[(size_t)cb * nseg + seg] = mk_bits_f32(atomic_load_explicit(&of_row[cb], memory_order_relaxed));
+    }
+    for (uint64_t i = 0; i < rows; i++, dst += k) {
+        int rc = row_f32(v, row0 + i);
+        if (rc) return rc;
+        uint32_t seg = (uint32_t)((row0 + i) / BLOCK) - rb0;
+        for (uint32_t cb = 0; cb < nkb; cb++) {
+            size_t j = (size_t)cb * mat->scale_k, end = j + mat->scale_k < k ? j + mat->scale_k : k;
+            float scale = scales[(size_t)cb * nseg + seg];
+            for (; j < end; j++) dst[j] = to_fp8_finite(v->x[j] / scale);
+        }
+    }
+    return MK_OK;
+}
+
+/* ---- public --------------------------------------------------------------------------------------------------------- */
+
+/* Everything that mk_mat_fetch reads lies inside the tensor. */
+static int check_source(const mk_mat *mat, const mk_tensor *t, mk_err *err)
+{
+    int ok = t->ndim == 2 && mat->n && mat->k && (mat->scale_k == 128 || mat->scale_k == 64), known = dtype_bytes(t->dtype) != 0;
+    if (ok && mat->source == MK_SRC_PLAIN) {
+        ok = t->shape[0] == mat->n && t->shape[1] == mat->k;
+    } else if (ok && mat->source == MK_SRC_HEAD_ROWS) {
+        ok = t->shape[1] == mat->k && mat->head_n && mat->n % mat->head_n == 0 && mat->head_off <= mat->head_stride &&
+             mat->head_n <= mat->head_stride - mat->head_off && t->shape[0] == (uint64_t)mat->n / mat->head_n * mat->head_stride;
+    } else if (ok) {
+        ok = mat->source == MK_SRC_HEAD_T && t->shape[1] && mat->n % t->shape[1] == 0 && mat->head_off <= mat->head_stride &&
+             mat->k <= mat->head_stride - mat->head_off && t->shape[0] == mat->n / t->shape[1] * mat->head_stride;
+    }
+    if (ok && known && t->dtype != MK_ST_F8_E8M0) return MK_OK;
+    return mk_fail(err, MK_E_MODEL, "%s: tensor %s: %s", t->file, t->name,
+                   ok ? "unsupported dtype, expected BF16, F16, F32 or F8_E4M3" : "its shape does not fit the matrix");
+}
+
+int mk_mat_fetch(const mk_checkpoint *ck, const mk_mat *mat, uint32_t expert, uint32_t row0, uint32_t rows, void *dst, float *scales,
+                 mk_err *err)
+{
+    char name[MK_NAME + 16];
+    mk_expert_name(name, mat->tensor, expert);
+    const mk_tensor *t = mk_checkpoint_find(ck, name);
+    if (!t) return mk_fail(err, MK_E_MODEL, "tensor %s is missing", name);
+    int rc = check_source(mat, t, err);
+    if (rc) return rc;
+    if (row0 > mat->n || rows > mat->n - row0)
+        return mk_fail(err, MK_E_BUG, "tensor %s: rows [%u, %u + %u) of %u asked for", name, row0, row0, rows, mat->n);
+    if (!rows) return MK_OK;
+    view v = {.mat = mat, .t = t, .cols = t->shape[1], .size = dtype_bytes(t->dtype), .err = err};
+    if (t->dtype == MK_ST_F8_E4M3 && !(v.s = mk_scale_tensor(ck, t, err))) return err ? err->code : MK_E_MODEL;
+    if (!(v.raw = malloc((size_t)mat->k * 8))) return mk_fail(err, MK_E_SYSTEM, "out of memory");
+    v.x = (float *)(void *)(v.raw + (size_t)mat->k * 4);
+    if (mat->wtype == MK_W_BF16)
+        rc = fetch_bf16(&v, row0, rows, dst);
+    else if (mat->wtype != MK_W_FP8)
+        rc = mk_fail(err, MK_E_BUG, "tensor %s: weight type %u", name, mat->wtype);
+    else if (v.s)
+        rc = fetch_fp8(&v, row0, rows, dst, scales);
+    else
+        rc = quantise(&v, ck, row0, rows, dst, scales);
+    free(v.raw);
+    return rc;
+}
+
+int mk_par_fetch(const mk_checkpoint *ck, const mk_par *par, float *dst, mk_err *err)
+{
+    const mk_tensor *t = mk_checkpoint_find(ck, par->tensor);
+    if (!t) return mk_fail(err, MK_E_MODEL, "tensor %s is missing", par->tensor);
+    if (t->dtype != MK_ST_F32 && t->dtype != MK_ST_F16 && t->dtype != MK_ST_BF16)
+        return mk_fail(err, MK_E_MODEL, "%s: tensor %s: unsupported dtype, expected BF16, F16 or F32", t->file, t->name);
+    size_t size = dtype_bytes(t->dtype);
+    if (t->bytes != (uint64_t)par->n * size)
+        return mk_fail(err, MK_E_MODEL, "%s: tensor %s has %llu values, expected %u", t->file, t->name, (unsigned long long)(t->bytes / size),
+                       par->n);
+    size_t bad = first_bad(t->dtype, t->data, par->n);
+    if (bad < par->n) return mk_fail(err, MK_E_MODEL, "%s: tensor %s: value %zu is not finite", t->file, t->name, bad);
+    to_f32(t->dtype, t->data, par->n, dst);
+    for (uint32_t i = 0; i < par->n; i++) dst[i] += par->add;
+    return MK_OK;
+}
