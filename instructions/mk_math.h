@@ -1,7 +1,7 @@
 /* The elementary functions of every opcode, the same bits on every machine: only IEEE additions, multiplications, divisions and square
  * roots, each rounded once (the host compiles with -ffp-contract=off, the device uses the _rn intrinsics, which are never fused), and
- * no table. Selections compare bit patterns, not floats: without -ffast-math gcc vectorises a loop only then. Errors against the true value, measured by tests/test_math.c:
- * mk_expf, mk_logf, mk_log1pf 1.5 ulp, mk_sigmoidf, mk_siluf, mk_softplusf 3 ulp, mk_sincosf 0.51 ulp.
+ * no table. Selections are masks of bit patterns, not comparisons of floats: without -ffast-math gcc vectorises a loop only then. Errors against the true value, measured by tests/test_math.c:
+ * mk_expf, mk_logf 1.0 ulp, mk_log1pf 1.2, mk_softplusf 1.9, mk_sigmoidf, mk_siluf 2.4, mk_sincosf 0.51.
  * exp, log and log1p follow the reductions and minimax polynomials of Moshier's Cephes (expf.c, logf.c); sine and cosine are their
  * Taylor series in double. */
 #ifndef MK_MATH_H
@@ -60,6 +60,16 @@ MK_FN uint64_t mk_dbits_of(double d)
 }
 #endif
 
+/* All ones where a > b, for a, b < 2^31; and the choice by such a mask. */
+MK_FN uint32_t mk_above(uint32_t a, uint32_t b)
+{
+    return (uint32_t)((int32_t)(b - a) >> 31);
+}
+MK_FN float mk_pick(uint32_t mask, float yes, float no)
+{
+    return mk_float_of((mk_bits_of(yes) & mask) | (mk_bits_of(no) & ~mask));
+}
+
 /* a * b + c with two roundings. */
 MK_FN float mk_mad(float a, float b, float c)
 {
@@ -78,7 +88,7 @@ MK_FN float mk_rsqrtf(float x)
 MK_FN float mk_expf(float x)
 {
     uint32_t u = mk_bits_of(x);
-    int nan = (u & 0x7fffffffu) > 0x7f800000u;
+    uint32_t nan = mk_above(u & 0x7fffffffu, 0x7f800000u);
     u = (int32_t)u > 0x42b20000 ? 0x42b20000u : u; /* at most 89 */
     u = u > 0xc2d00000u ? 0xc2d00000u : u;         /* at least -104 */
     const float y = mk_float_of(u);
@@ -97,17 +107,16 @@ MK_FN float mk_expf(float x)
     p = mk_add(mk_mad(p, mk_mul(r, r), r), 1.0f);
     int32_t a = n >> 1, b = n - a; /* 2^n in two factors: 2^128 and subnormal results need them */
     float fa = mk_float_of((uint32_t)(a + 127) << 23), fb = mk_float_of((uint32_t)(b + 127) << 23);
-    uint32_t r2 = mk_bits_of(mk_mul(mk_mul(p, fa), fb));
-    return mk_float_of(nan ? mk_bits_of(x) : r2);
+    return mk_pick(nan, x, mk_mul(mk_mul(p, fa), fb));
 }
 
 /* Natural logarithm: -inf at 0, NaN below, +inf at +inf. */
 MK_FN float mk_logf(float x)
 {
     uint32_t u = mk_bits_of(x);
-    int small = u < 0x00800000u; /* subnormal: times 2^24 */
-    uint32_t ix = (small ? mk_bits_of(mk_mul(x, 16777216.0f)) : u) - 0x3f3504f3u; /* mantissa into [sqrt(1/2), sqrt(2)) */
-    float e = (float)(((int32_t)ix >> 23) - (small ? 24 : 0));
+    uint32_t mag = u & 0x7fffffffu, small = mk_above(0x00800000u, mag); /* subnormal: times 2^24 */
+    uint32_t ix = mk_bits_of(mk_pick(small, mk_mul(x, 16777216.0f), x)) - 0x3f3504f3u; /* mantissa into [sqrt(1/2), sqrt(2)) */
+    float e = (float)(((int32_t)ix >> 23) - (int32_t)(small & 24u));
     float f = mk_add(mk_float_of((ix & 0x007fffffu) + 0x3f3504f3u), -1.0f);
     float z = mk_mul(f, f);
     float p = 7.0376836292e-2f;
@@ -122,11 +131,11 @@ MK_FN float mk_logf(float x)
     p = mk_mul(mk_mul(p, f), z);
     p = mk_mad(e, -2.12194440e-4f, p);
     p = mk_mad(z, -0.5f, p);
-    uint32_t r = mk_bits_of(mk_mad(e, 0.693359375f, mk_add(f, p)));
-    r = u >= 0x7f800000u ? u : r;                           /* +inf and NaN come back */
-    r = u > 0x80000000u && u <= 0xff800000u ? 0x7fc00000u : r;
-    r = (u & 0x7fffffffu) == 0 ? 0xff800000u : r;
-    return mk_float_of(r);
+    float r = mk_mad(e, 0.693359375f, mk_add(f, p));
+    r = mk_pick((uint32_t)((int32_t)u >> 31), mk_float_of(0x7fc00000u), r);  /* negative */
+    r = mk_pick(mk_above(1u, mag), mk_float_of(0xff800000u), r);             /* zero */
+    r = mk_pick(mk_above(mag, 0x7f7fffffu)& ~(uint32_t)((int32_t)u >> 31), x, r); /* +inf */
+    return mk_pick(mk_above(mag, 0x7f800000u), x, r);
 }
 
 /* log(1 + x) for x >= 0. */
@@ -134,15 +143,15 @@ MK_FN float mk_log1pf(float x)
 {
     float u = mk_add(1.0f, x);
     float c = mk_div(mk_add(x, -mk_add(u, -1.0f)), u); /* what the addition lost */
-    c = mk_float_of(mk_bits_of(x) < 0x4e000000u ? mk_bits_of(c) : 0); /* above 2^29: nothing, and no inf - inf */
+    c = mk_pick(mk_above(0x4e000000u, mk_bits_of(x) & 0x7fffffffu), c, 0.0f); /* above 2^29: nothing, and no inf - inf */
     return mk_add(mk_logf(u), c);
 }
 
 /* log(1 + e^x), linear above 20 as in the reference. */
 MK_FN float mk_softplusf(float x)
 {
-    uint32_t r = mk_bits_of(mk_log1pf(mk_expf(x)));
-    return mk_float_of((int32_t)mk_bits_of(x) > 0x41a00000 ? mk_bits_of(x) : r);
+    uint32_t u = mk_bits_of(x), high = mk_above(u & 0x7fffffffu, 0x41a00000u) & ~(uint32_t)((int32_t)u >> 31);
+    return mk_pick(high, x, mk_log1pf(mk_expf(x)));
 }
 
 MK_FN float mk_sigmoidf(float x)
