@@ -206,6 +206,7 @@ static inline uint32_t mk_splits(uint32_t pos)
     uint32_t pages = pos / MK_PAGE + 1, per = mk_split_pages(pos);
     return (pages + per - 1) / per;
 }
+#define MK_HEAD_GROUP 8 /* heads that one work item of MLA_PARTIAL takes (the last group may be smaller) */
 /* A partial in the bulk region: f32[latent] unnormalised sum of p*c with p = exp(s - max), then max, then sum(p), then 2 unused
  * floats: (latent + 4) floats, at ((row * MK_MAX_SPLITS + split) * all_heads + head). */
 static inline uint32_t mk_partial_floats(uint32_t latent)

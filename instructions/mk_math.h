@@ -1,7 +1,8 @@
 /* The elementary functions of every opcode, the same bits on every machine: only IEEE additions, multiplications, divisions and square
  * roots, each rounded once (the host compiles with -ffp-contract=off, the device uses the _rn intrinsics, which are never fused), and
- * no table. Selections are masks of bit patterns, not comparisons of floats: without -ffast-math gcc vectorises a loop only then. Errors against the true value, measured by tests/test_math.c:
- * mk_expf, mk_logf 1.0 ulp, mk_log1pf 1.2, mk_softplusf 1.9, mk_sigmoidf, mk_siluf 2.4, mk_sincosf 0.51.
+ * no table. Selections are masks of bit patterns, not comparisons of floats: without -ffast-math gcc vectorises a loop only then.
+ * Errors against the true value, measured by tests/test_math.c: mk_expf, mk_logf 1.0 ulp, mk_log1pf 1.2, mk_softplusf 1.9,
+ * mk_sigmoidf, mk_siluf 2.4, mk_sincosf 0.51.
  * exp, log and log1p follow the reductions and minimax polynomials of Moshier's Cephes (expf.c, logf.c); sine and cosine are their
  * Taylor series in double. */
 #ifndef MK_MATH_H

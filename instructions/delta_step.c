@@ -1,0 +1,113 @@
+/* DELTA_STEP: the gated delta rule on one head and dv of its value channels (columns of the state).
+ *   g_i = -exp(A_log) * softplus(f_i + dt_bias_i)      MK_DECAY_CHANNEL: one f and dt_bias a key channel; MK_DECAY_HEAD: one a head
+ *   q <- q / sqrt(sum q^2 + 1e-6) * dk^-1/2,  k <- k / sqrt(sum k^2 + 1e-6)
+ *   S <- diag(e^g) S;  m = k'S;  d = sigmoid(b) (v - m);  S <- S + k d';  o = q'S
+ *   published: o * o_norm * sigmoid(z); the trailer is sum o^2 over the slice (the reader divides by the head's norm)
+ *   wait[0]  LOCAL f32[MK_MAX_ROWS][2*dk + dv] of CONV_STEP
+ *   wait[1]  "fz": values [f_off, f_off+dk) ([f_off] for MK_DECAY_HEAD) and [z_off, z_off+dv)
+ *   wait[2]  "low": value b_off
+ *   signal   one slice of "o": dv values and the trailer
+ *   params   f32 A_log[1], dt_bias[dk] ([1] for MK_DECAY_HEAD), o_norm[dv] at param_off
+ *   state    f32[dk][dv] at state_off of the row's slot
+ * Rows in order: a row reads its state_read slot, which may be what the row before it wrote, and leaves the state in state_write.
+ * Sums over key channels are sequential, ascending. With a = e^g the twin computes m = sum_i (k_i a_i) S_i and
+ * o = sum_i (q_i a_i) S_i + (q.k) d from the old state in one pass, then S_i <- a_i S_i + k_i d in a second over the same cache lines.
+ * Source of the mathematics: models.md 3.2 (3.1 for the head decay). */
+#include "instructions/mk_math.h"
+#include "instructions/op.h"
+#include "instructions/vec8.h"
+
+#include <string.h>
+
+/* `width` columns (a multiple of 8, at most 32) of one state step. s and t may be the same. */
+MK_INLINE void columns(const float *s, float *t, uint32_t dk, uint32_t dv, uint32_t width, const float *a, const float *k, const float *ka,
+                       const float *qa, float qk, float beta, const float *v, float *o)
+{
+    mk_f8 m[4], p[4];
+    for (uint32_t j = 0; j < width / 8; j++) m[j] = p[j] = (mk_f8){0};
+    for (uint32_t i = 0; i < dk; i++)
+        for (uint32_t j = 0; j < width / 8; j++) {
+            mk_f8 x = mk_load8(s + (size_t)i * dv + 8 * j);
+            m[j] += ka[i] * x;
+            p[j] += qa[i] * x;
+        }
+    for (uint32_t j = 0; j < width / 8; j++) {
+        m[j] = beta * (mk_load8(v + 8 * j) - m[j]);
+        mk_store8(o + 8 * j, p[j] + qk * m[j]);
+    }
+    for (uint32_t i = 0; i < dk; i++)
+        for (uint32_t j = 0; j < width / 8; j++) {
+            size_t at = (size_t)i * dv + 8 * j;
+            mk_store8(t + at, a[i] * mk_load8(s + at) + k[i] * m[j]);
+        }
+}
+
+MK_CLONES static void state_step(const float *s, float *t, uint32_t dk, uint32_t dv, const float *a, const float *k, const float *ka,
+                                 const float *qa, float qk, float beta, const float *v, float *o)
+{
+    uint32_t j = 0;
+    for (; j + 32 <= dv; j += 32) columns(s + j, t + j, dk, dv, 32, a, k, ka, qa, qk, beta, v + j, o + j);
+    for (; j + 8 <= dv; j += 8) columns(s + j, t + j, dk, dv, 8, a, k, ka, qa, qk, beta, v + j, o + j);
+    for (; j < dv; j++) {
+        float m = 0, p = 0;
+        for (uint32_t i = 0; i < dk; i++) {
+            float x = s[(size_t)i * dv + j];
+            m += ka[i] * x;
+            p += qa[i] * x;
+        }
+        float d = beta * (v[j] - m);
+        o[j] = p + qk * d;
+        for (uint32_t i = 0; i < dk; i++) t[(size_t)i * dv + j] = a[i] * s[(size_t)i * dv + j] + k[i] * d;
+    }
+}
+
+/* From the raw q, k and decay input f: a = e^g; k and q normalised; ka = k a, qa = q a; returns q.k. */
+MK_CLONES static float gates(uint32_t dk, uint32_t decays, const float *param, const float *q, const float *k0, float *restrict a,
+                             float *restrict k, float *restrict ka, float *restrict qa, float *restrict qn)
+{
+    float rate = -mk_expf(param[0]);
+    for (uint32_t i = 0; i < decays; i++) a[i] = mk_expf(rate * mk_softplusf(a[i] + param[1 + i]));
+    for (uint32_t i = decays; i < dk; i++) a[i] = a[0];
+    float rq = mk_rsqrtf(mk_sumsq8(q, dk) + 1e-6f), rk = mk_rsqrtf(mk_sumsq8(k0, dk) + 1e-6f), scale = mk_rsqrtf((float)dk);
+    for (uint32_t i = 0; i < dk; i++) {
+        k[i] = k0[i] * rk;
+        float x = q[i] * rq * scale;
+        ka[i] = k[i] * a[i];
+        qa[i] = x * a[i];
+        qn[i] = x * k[i];
+    }
+    return mk_sum8(qn, dk);
+}
+
+MK_CLONES static float gate_output(float *restrict o, const float *restrict norm, const float *restrict z, uint32_t dv)
+{
+    float sum = mk_sumsq8(o, dv);
+    for (uint32_t j = 0; j < dv; j++) o[j] = o[j] * norm[j] * mk_sigmoidf(z[j]);
+    return sum;
+}
+
+void mk_delta_step_twin(mk_ctx *c)
+{
+    const mk_delta *d = &c->in->delta;
+    uint32_t dk = d->dk, dv = d->dv, n = 2 * dk + dv, decays = d->decay == MK_DECAY_HEAD ? 1 : dk;
+    const float *param = c->mem->param + d->param_off, *in = mk_local(c, c->in->wait[0].vec);
+    float *a = c->scratch, *k = a + dk, *ka = k + dk, *qa = ka + dk, *qn = qa + dk, *z = qn + dk, *o = z + dv;
+    uint64_t slot_bytes = c->prog->info.state_slot_bytes;
+
+    for (uint32_t r = 0; r < c->step->nrows; r++, in += n) {
+        const mk_row *row = &c->step->row[r];
+        float *state = (float *)(c->mem->state + row->state_write * slot_bytes + d->state_off), b;
+        const float *old = (const float *)(c->mem->state + row->state_read * slot_bytes + d->state_off);
+        if (row->flags & MK_ROW_FIRST) {
+            memset(state, 0, (size_t)dk * dv * sizeof *state);
+            old = state;
+        }
+        mk_read(c, 1, r, d->f_off, decays, a);
+        mk_read(c, 1, r, d->z_off, dv, z);
+        mk_read(c, 2, r, d->b_off, 1, &b);
+        float qk = gates(dk, decays, param, in, in + dk, a, k, ka, qa, qn);
+        state_step(old, state, dk, dv, a, k, ka, qa, qk, mk_sigmoidf(b), in + 2 * dk, o);
+        float sum = gate_output(o, param + 1 + decays, z, dv);
+        mk_publish(c, r, c->in->signal_slice, o, sum);
+    }
+}
