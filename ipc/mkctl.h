@@ -1,0 +1,63 @@
+/* mkctl: one binary, one file a command (mkctl_<command>.c), one line each in the table of mkctl.c. */
+#ifndef MK_MKCTL_H
+#define MK_MKCTL_H
+
+#include "host/err.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct mk_client;
+
+/* fn gets the arguments from the command's name on (argv[0] is the name) and returns the exit code: enum mk_code. */
+struct mk_command {
+    const char *name, *help;
+    int (*fn)(int argc, char **argv);
+};
+
+int mkctl_generate(int argc, char **argv);
+int mkctl_bench(int argc, char **argv);
+int mkctl_stats(int argc, char **argv);
+int mkctl_ping(int argc, char **argv);
+int mkctl_plan(int argc, char **argv);
+int mkctl_validate(int argc, char **argv);
+int mkctl_diff(int argc, char **argv);
+
+/* ---- flags (mkctl_flags.c) ------------------------------------------------------------------------------------------- */
+
+enum mkctl_kind {
+    MKCTL_SET,  /* no value; *(int *)to = 1 */
+    MKCTL_TEXT, /* *(const char **)to */
+    MKCTL_U32,  /* *(uint32_t *)to, decimal */
+    MKCTL_U64,  /* *(uint64_t *)to, decimal */
+    MKCTL_REAL, /* *(double *)to, finite */
+};
+
+typedef struct mkctl_flag {
+    const char *name; /* "--max-new" */
+    enum mkctl_kind kind;
+    void *to; /* holds the default, which --help prints */
+    const char *help;
+} mkctl_flag;
+
+/* Reads `--flag value`, `--flag=value` and up to `most` other arguments into rest[] (*n of them). Returns 0; -1 when --help was asked for
+ * and printed (exit with 0); or MK_E_USAGE after a line on stderr that names the flag, what was found and what is expected. */
+int mkctl_flags(int argc, char **argv, const mkctl_flag *flag, size_t n_flag, const char **rest, size_t most, size_t *n);
+
+/* "1,2,3" -> a malloc()ed array. MK_E_USAGE names what is no number. */
+int mkctl_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err);
+
+/* Prints "mkctl: <message>" to stderr and returns MK_E_USAGE. */
+int mkctl_usage(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
+/* Prints "mkctl <command>: <err's message>" to stderr and returns err's code. */
+int mkctl_failed(const char *command, const mk_err *err);
+
+/* $XDG_RUNTIME_DIR/mkd, or /run/mkd: where mkd is when nobody says otherwise. */
+const char *mkctl_default_dir(void);
+
+/* ---- figures (mkctl_flags.c) ----------------------------------------------------------------------------------------- */
+
+/* The q-quantile (0..1) of n values, nearest rank; sorts them. NaN when n is 0. */
+double mkctl_quantile(double *values, size_t n, double q);
+
+#endif
