@@ -2,6 +2,8 @@
  * on the same checkpoint. */
 #include "tests/support/rig.h"
 
+#include "host/checkpoint.h"
+
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -93,23 +95,23 @@ static void on_route(void *arg, uint32_t layer, const mk_row *row, const uint16_
 }
 
 /* Teacher-forced over the whole prompt; every position has logits. */
-static result forced(const golden *g, const rig_config *c, uint32_t chunk, float *keep)
+static result forced(const golden *g, const mk_session_config *c, uint32_t chunk, float *keep)
 {
     result res = {.g = g, .logits = keep};
-    rig *r = rig_open(c);
+    mk_session *r = rig_open(c);
     r->on_logits = on_logits;
     r->on_route = on_route;
     r->arg = &res;
-    rig_stream(r, 0, NULL, 0);
+    mk_session_stream(r, 0, NULL, 0);
     for (uint32_t i = 0; i < PROMPT; i += chunk) {
-        rig_append(r, 0, (const uint32_t *)g->prompt + i, chunk < PROMPT - i ? chunk : PROMPT - i, MK_APPEND_LOGPROBS);
+        mk_session_append(r, 0, (const uint32_t *)g->prompt + i, chunk < PROMPT - i ? chunk : PROMPT - i, MK_APPEND_LOGPROBS);
         if (chunk < 8) rig_run(r);
     }
-    rig_generate(r, 0, 1);
+    mk_session_generate(r, 0, 1);
     rig_run(r);
     assert_int_equal(res.positions, PROMPT);
     res.rms = sqrt(res.rms / ((double)PROMPT * VOCAB));
-    rig_close(&r);
+    mk_session_close(&r);
     return res;
 }
 
@@ -118,7 +120,7 @@ static void strict_gate(void **state)
     (void)state;
     golden g = load();
     for (int m = MK_WEIGHTS_AUTO; m <= MK_WEIGHTS_BF16; m++) {
-        result r = forced(&g, &(rig_config){.dir = DIR, .act_f32 = 1, .weights = (enum mk_weights_mode)m}, PROMPT, NULL);
+        result r = forced(&g, &(mk_session_config){.dir = DIR, .act_f32 = 1, .weights = (enum mk_weights_mode)m}, PROMPT, NULL);
         print_message("act=f32, weights mode %d: max error / RMS %.2e, KL %.1e, router choices wrong %u of %u\n", m, r.max_err / r.rms,
                       r.max_kl, r.router_wrong, PROMPT * LAYERS);
         assert_true(r.max_err / r.rms <= 1e-4);
@@ -134,7 +136,7 @@ static void default_gate(void **state)
     /* the golden's margins make forcing the reference's choice unnecessary: the gate would force it below 2e-3 */
     for (int i = 0; i < LAYERS * PROMPT; i++) assert_true(g.margin[i] >= 2e-3f);
     for (int i = 0; i < LAYERS * GREEDY; i++) assert_true(g.greedy_router_margin[i] >= 2e-3f);
-    result r = forced(&g, &(rig_config){.dir = DIR}, PROMPT, NULL);
+    result r = forced(&g, &(mk_session_config){.dir = DIR}, PROMPT, NULL);
     print_message("default precision: max error / RMS %.2e, max KL %.2e, router choices wrong %u\n", r.max_err / r.rms, r.max_kl, r.router_wrong);
     assert_true(r.max_kl <= 1e-3);
     assert_int_equal(r.router_wrong, 0);
@@ -146,16 +148,16 @@ static void greedy_tokens(void **state)
     (void)state;
     golden g = load();
     for (int f32 = 0; f32 < 2; f32++) {
-        rig *r = rig_open(&(rig_config){.dir = DIR, .act_f32 = f32});
-        rig_stream(r, 0, NULL, 0);
-        rig_append(r, 0, (const uint32_t *)g.prompt, PROMPT, 0);
-        rig_generate(r, 0, GREEDY);
+        mk_session *r = rig_open(&(mk_session_config){.dir = DIR, .act_f32 = f32});
+        mk_session_stream(r, 0, NULL, 0);
+        mk_session_append(r, 0, (const uint32_t *)g.prompt, PROMPT, 0);
+        mk_session_generate(r, 0, GREEDY);
         rig_run(r);
-        const mk_event *done = rig_event(r, 0, MK_EV_DONE, 0);
+        const mk_event *done = mk_session_event(r, 0, MK_EV_DONE, 0);
         assert_non_null(done);
         assert_int_equal(done->reason, MK_DONE_LENGTH);
         for (uint32_t i = 0; i < GREEDY; i++) {
-            const mk_event *t = rig_event(r, 0, MK_EV_TOKEN, i);
+            const mk_event *t = mk_session_event(r, 0, MK_EV_TOKEN, i);
             assert_non_null(t);
             assert_int_equal(t->position, PROMPT + i);
             if (t->token != (uint32_t)g.greedy[i]) {
@@ -163,7 +165,7 @@ static void greedy_tokens(void **state)
                 break; /* from here on another text */
             }
         }
-        rig_close(&r);
+        mk_session_close(&r);
     }
     mk_checkpoint_close(&g.file);
 }
@@ -176,14 +178,14 @@ static void invariance_chunks(void **state)
     golden g = load();
     size_t bytes = (size_t)PROMPT * VOCAB * sizeof(float);
     float *a = malloc(bytes), *b = malloc(bytes);
-    forced(&g, &(rig_config){.dir = DIR}, PROMPT, a); /* rows of 8 */
+    forced(&g, &(mk_session_config){.dir = DIR}, PROMPT, a); /* rows of 8 */
     for (uint32_t chunk = 1; chunk <= 3; chunk += 2) {
         memset(b, 0xff, bytes);
-        forced(&g, &(rig_config){.dir = DIR}, chunk, b);
+        forced(&g, &(mk_session_config){.dir = DIR}, chunk, b);
         assert_memory_equal(a, b, bytes);
     }
     memset(b, 0xff, bytes);
-    forced(&g, &(rig_config){.dir = DIR, .epoch0 = 0xfffffff0u}, PROMPT, b); /* epochs wrap */
+    forced(&g, &(mk_session_config){.dir = DIR, .epoch0 = 0xfffffff0u}, PROMPT, b); /* epochs wrap */
     assert_memory_equal(a, b, bytes);
     free(a);
     free(b);
@@ -199,20 +201,20 @@ static void invariance_company(void **state)
     float alone_lp[NEW];
     mk_sampling s = {.temperature = 0.8f, .top_p = 0.95f, .top_k = 50, .seed = 7};
     for (int company = 0; company < 2; company++) {
-        rig *r = rig_open(&(rig_config){.dir = DIR, .slots = 8, .context = 256});
-        rig_stream(r, 0, &s, 0);
-        rig_append(r, 0, (const uint32_t *)g.prompt, N, 0);
-        rig_generate(r, 0, NEW);
+        mk_session *r = rig_open(&(mk_session_config){.dir = DIR, .slots = 8, .context = 256});
+        mk_session_stream(r, 0, &s, 0);
+        mk_session_append(r, 0, (const uint32_t *)g.prompt, N, 0);
+        mk_session_generate(r, 0, NEW);
         for (uint32_t k = 1; company && k < 8; k++) { /* others of other lengths and lives */
             mk_sampling o = {.temperature = k & 1 ? 1.0f : 0.0f, .top_p = 1.0f, .seed = k};
-            rig_stream(r, k, &o, 0);
-            rig_append(r, k, (const uint32_t *)g.prompt + 13 * k, 5 + 9 * k, 0);
-            rig_generate(r, k, 3 * k + 5);
+            mk_session_stream(r, k, &o, 0);
+            mk_session_append(r, k, (const uint32_t *)g.prompt + 13 * k, 5 + 9 * k, 0);
+            mk_session_generate(r, k, 3 * k + 5);
         }
         rig_run(r);
         if (company) assert_int_equal(r->max_rows, 8);
         for (uint32_t i = 0; i < NEW; i++) {
-            const mk_event *t = rig_event(r, 0, MK_EV_TOKEN, i);
+            const mk_event *t = mk_session_event(r, 0, MK_EV_TOKEN, i);
             assert_non_null(t);
             if (company) {
                 assert_int_equal(t->token, alone[i]);
@@ -222,10 +224,10 @@ static void invariance_company(void **state)
             alone_lp[i] = t->logprob;
         }
         for (uint32_t k = 0; k < (company ? 8u : 1u); k++) {
-            assert_non_null(rig_event(r, k, MK_EV_DONE, 0));
-            assert_null(rig_event(r, k, MK_EV_DONE, 1));
+            assert_non_null(mk_session_event(r, k, MK_EV_DONE, 0));
+            assert_null(mk_session_event(r, k, MK_EV_DONE, 1));
         }
-        rig_close(&r);
+        mk_session_close(&r);
     }
     mk_checkpoint_close(&g.file);
 }
@@ -236,7 +238,7 @@ static void other_worker_counts(void **state)
     (void)state;
     golden g = load();
     for (uint32_t w = 1; w <= 33; w += w < 3 ? 1 : 30) {
-        result r = forced(&g, &(rig_config){.dir = DIR, .workers = w, .act_f32 = 1}, PROMPT, NULL);
+        result r = forced(&g, &(mk_session_config){.dir = DIR, .workers = w, .act_f32 = 1}, PROMPT, NULL);
         print_message("%u workers: max error / RMS %.2e\n", w, r.max_err / r.rms);
         assert_true(r.max_err / r.rms <= 1e-4);
     }

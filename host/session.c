@@ -1,18 +1,15 @@
-#include "tests/support/rig.h"
+#include "host/session.h"
 
 #include "host/pack.h"
 #include "instructions/validate.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-#include <cmocka.h>
 
 static void hook(void *arg, const mk_ctx *c)
 {
-    rig *r = arg;
+    mk_session *r = arg;
+    if (r->on_insn) r->on_insn(r->arg, c);
     if (c->in->opcode == MK_OP_SAMPLE && r->on_logits) {
         const float *l = mk_bulk(c, c->in->wait[1].vec);
         for (uint32_t i = 0; i < c->step->nrows; i++)
@@ -30,13 +27,14 @@ static void hook(void *arg, const mk_ctx *c)
     }
 }
 
-int rig_try(const rig_config *c, rig **out, mk_err *err)
+int mk_session_open(const mk_session_config *c, mk_session **out, mk_err *err)
 {
-    rig *r = calloc(1, sizeof *r);
+    mk_session *r = calloc(1, sizeof *r);
     mk_checkpoint *ck = NULL;
     mk_validation val;
     int rc;
     *out = NULL;
+    if (!r) return mk_fail(err, MK_E_CAPACITY, "out of memory");
     uint32_t context = c->context ? c->context : 1024, slots = c->slots ? c->slots : 1;
     mk_plan_config pc = {.workers = c->workers ? c->workers : 8, .act_f32 = c->act_f32, .max_context = context,
                          .kv_pages = (context + MK_PAGE - 1) / MK_PAGE * slots, .state_slots = slots};
@@ -47,7 +45,7 @@ int rig_try(const rig_config *c, rig **out, mk_err *err)
         (rc = mk_validate(r->plan->prog, &val, err)) || (rc = mk_twin_new(r->plan->prog, &tc, &r->twin, err)) ||
         (rc = mk_pack(r->plan, ck, mk_twin_memory(r->twin), err))) {
         mk_checkpoint_close(&ck);
-        rig_close(&r);
+        mk_session_close(&r);
         return rc;
     }
     mk_checkpoint_close(&ck);
@@ -56,17 +54,9 @@ int rig_try(const rig_config *c, rig **out, mk_err *err)
     return MK_OK;
 }
 
-rig *rig_open(const rig_config *c)
+void mk_session_close(mk_session **pr)
 {
-    rig *r;
-    mk_err err = {0};
-    if (rig_try(c, &r, &err)) fail_msg("%s", err.msg);
-    return r;
-}
-
-void rig_close(rig **pr)
-{
-    rig *r = *pr;
+    mk_session *r = *pr;
     if (!r) return;
     mk_twin_destroy(&r->twin);
     mk_plan_destroy(&r->plan);
@@ -76,14 +66,14 @@ void rig_close(rig **pr)
     *pr = NULL;
 }
 
-static void submit(rig *r, mk_submit s)
+static void submit(mk_session *r, mk_submit s)
 {
     mk_submit *e = &mk_twin_sched(r->twin)->submit[r->submit_next % MK_SUBMIT_RING];
     s.seq = ++r->submit_next;
     *e = s;
 }
 
-void rig_stream(rig *r, uint32_t slot, const mk_sampling *s, uint32_t context)
+void mk_session_stream(mk_session *r, uint32_t slot, const mk_sampling *s, uint32_t context)
 {
     mk_memory *m = mk_twin_memory(r->twin);
     mk_slot *sl = &m->slot[slot];
@@ -99,25 +89,28 @@ void rig_stream(rig *r, uint32_t slot, const mk_sampling *s, uint32_t context)
     submit(r, (mk_submit){.op = MK_SUB_OPEN, .slot = (uint16_t)slot, .generation = gen});
 }
 
-static uint32_t known(rig *r, uint32_t slot)
+static uint32_t known(mk_session *r, uint32_t slot)
 {
     return mk_twin_sched(r->twin)->st[slot].len;
 }
 
-static void drain(rig *r)
+static void drain(mk_session *r)
 {
     mk_sched *s = mk_twin_sched(r->twin);
     for (; s->event[r->event_next % MK_EVENT_RING].seq == r->event_next + 1; r->event_next++) {
         if (r->n_ev == r->cap_ev) {
-            r->cap_ev = r->cap_ev ? 2 * r->cap_ev : 256;
-            r->ev = realloc(r->ev, r->cap_ev * sizeof *r->ev);
+            uint32_t cap = r->cap_ev ? 2 * r->cap_ev : 256;
+            mk_event *ev = realloc(r->ev, cap * sizeof *ev);
+            if (!ev) return; /* stays in the ring */
+            r->ev = ev;
+            r->cap_ev = cap;
         }
         r->ev[r->n_ev++] = s->event[r->event_next % MK_EVENT_RING];
     }
     *s->event_read = r->event_next;
 }
 
-void rig_append(rig *r, uint32_t slot, const uint32_t *tokens, uint32_t n, uint32_t flags)
+void mk_session_append(mk_session *r, uint32_t slot, const uint32_t *tokens, uint32_t n, uint32_t flags)
 {
     mk_memory *m = mk_twin_memory(r->twin);
     mk_sched *s = mk_twin_sched(r->twin);
@@ -128,31 +121,31 @@ void rig_append(rig *r, uint32_t slot, const uint32_t *tokens, uint32_t n, uint3
     drain(r);
 }
 
-void rig_generate(rig *r, uint32_t slot, uint32_t n)
+void mk_session_generate(mk_session *r, uint32_t slot, uint32_t n)
 {
     submit(r, (mk_submit){.op = MK_SUB_GENERATE, .slot = (uint16_t)slot, .generation = mk_twin_memory(r->twin)->slot[slot].generation, .arg0 = n});
 }
 
-void rig_run(rig *r)
+int mk_session_run(mk_session *r, mk_err *err)
 {
     for (;;) {
         uint32_t ran;
-        mk_err err = {0};
         mk_sched_compose(mk_twin_sched(r->twin), 0); /* what was submitted since the last step may join the next */
-        if (mk_twin_step(r->twin, &ran, &err)) fail_msg("%s", err.msg);
+        int rc = mk_twin_step(r->twin, &ran, err);
+        if (rc) return rc;
         drain(r);
-        if (!ran) return;
+        if (!ran) return MK_OK;
         r->steps++;
         if (ran > r->max_rows) r->max_rows = ran;
     }
 }
 
-void rig_clear(rig *r)
+void mk_session_clear(mk_session *r)
 {
     r->n_ev = 0;
 }
 
-const mk_event *rig_event(const rig *r, uint32_t slot, uint32_t kind, uint32_t i)
+const mk_event *mk_session_event(const mk_session *r, uint32_t slot, uint32_t kind, uint32_t i)
 {
     for (uint32_t k = 0; k < r->n_ev; k++)
         if (r->ev[k].slot == slot && r->ev[k].kind == kind && i-- == 0) return &r->ev[k];
