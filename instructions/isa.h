@@ -10,6 +10,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __CUDACC__
+#define MK_BOTH static inline __host__ __device__ /* functions that host and device share */
+#else
+#define MK_BOTH static inline
+#endif
+
 #define MK_MAX_ROWS   8      /* rows a step: the 8 columns of a tensor-core tile */
 #define MK_PAGE       64     /* tokens in a page of the KV cache */
 #define MK_NONE       0xffffu
@@ -195,13 +201,13 @@ typedef struct mk_mla {
 /* Attention splits of a row at position pos lie at absolute page positions: split s covers pages
  * [s*P, (s+1)*P) with P = mk_split_pages(pos): a function of the row's own position alone (row invariance). */
 #define MK_MAX_SPLITS 64
-static inline uint32_t mk_split_pages(uint32_t pos)
+MK_BOTH uint32_t mk_split_pages(uint32_t pos)
 {
     uint32_t pages = pos / MK_PAGE + 1, per = 1;
     while ((pages + per - 1) / per > MK_MAX_SPLITS) per *= 2;
     return per;
 }
-static inline uint32_t mk_splits(uint32_t pos)
+MK_BOTH uint32_t mk_splits(uint32_t pos)
 {
     uint32_t pages = pos / MK_PAGE + 1, per = mk_split_pages(pos);
     return (pages + per - 1) / per;
@@ -209,7 +215,7 @@ static inline uint32_t mk_splits(uint32_t pos)
 #define MK_HEAD_GROUP 8 /* heads that one work item of MLA_PARTIAL takes (the last group may be smaller) */
 /* A partial in the bulk region: f32[latent] unnormalised sum of p*c with p = exp(s - max), then max, then sum(p), then 2 unused
  * floats: (latent + 4) floats, at ((row * MK_MAX_SPLITS + split) * all_heads + head). */
-static inline uint32_t mk_partial_floats(uint32_t latent)
+MK_BOTH uint32_t mk_partial_floats(uint32_t latent)
 {
     return latent + 4;
 }
@@ -324,35 +330,35 @@ static_assert(offsetof(mk_insn, tape_off) == 48, "header offsets are fixed");
 static_assert(offsetof(mk_insn, payload) == 56, "header offsets are fixed");
 
 /* Values of start(t) for evenly cut ranges, everywhere in the project. */
-static inline uint32_t mk_start(uint32_t t, uint32_t n, uint32_t parts)
+MK_BOTH uint32_t mk_start(uint32_t t, uint32_t n, uint32_t parts)
 {
     return (uint32_t)((uint64_t)t * n / parts);
 }
 /* Values a packet carries. */
-static inline uint32_t mk_packet_values(uint32_t dtype)
+MK_BOTH uint32_t mk_packet_values(uint32_t dtype)
 {
     return dtype == MK_F32 ? 3u : 6u;
 }
 /* Bytes of a segment: rows x k of type wtype with nseg scale rows per column block (both halves of a SILU pair counted in
  * rows and nseg). */
-static inline uint64_t mk_segment_scale_bytes(uint32_t wtype, uint32_t k, uint32_t nseg, uint32_t scale_k)
+MK_BOTH uint64_t mk_segment_scale_bytes(uint32_t wtype, uint32_t k, uint32_t nseg, uint32_t scale_k)
 {
     if (wtype != MK_W_FP8) return 0;
     uint64_t b = (uint64_t)((k + scale_k - 1) / scale_k) * nseg * 4;
     return (b + 15) & ~(uint64_t)15;
 }
-static inline uint32_t mk_kblock_values(uint32_t wtype)
+MK_BOTH uint32_t mk_kblock_values(uint32_t wtype)
 {
     return wtype == MK_W_FP8 ? 64u : 32u;
 }
-static inline uint64_t mk_segment_bytes(uint32_t wtype, uint32_t rows, uint32_t k, uint32_t nseg, uint32_t scale_k)
+MK_BOTH uint64_t mk_segment_bytes(uint32_t wtype, uint32_t rows, uint32_t k, uint32_t nseg, uint32_t scale_k)
 {
     uint32_t v = mk_kblock_values(wtype);
     uint64_t b = mk_segment_scale_bytes(wtype, k, nseg, scale_k) + (uint64_t)((k + v - 1) / v) * rows * MK_KBLOCK_BYTES;
     return (b + 127) & ~(uint64_t)127;
 }
 /* 128-row scale blocks touched by rows [phase, phase + rows). */
-static inline uint32_t mk_segments(uint32_t phase, uint32_t rows)
+MK_BOTH uint32_t mk_segments(uint32_t phase, uint32_t rows)
 {
     return (phase + rows + MK_SCALE_ROWS - 1) / MK_SCALE_ROWS;
 }

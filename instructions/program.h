@@ -60,20 +60,20 @@ static inline const uint32_t *mk_vec_starts(const mk_program *p, const mk_vec *v
     return p->start + v->start_index;
 }
 /* Which half publication `pub` of step `step` (counted from 0 at launch) lives in, and its epoch. */
-static inline uint32_t mk_half(const mk_vec *v, uint32_t step, uint32_t pub)
+MK_BOTH uint32_t mk_half(const mk_vec *v, uint32_t step, uint32_t pub)
 {
     return (step * v->pubs + pub) & 1u;
 }
-static inline uint32_t mk_epoch(uint32_t epoch0, uint32_t step, uint32_t pub)
+MK_BOTH uint32_t mk_epoch(uint32_t epoch0, uint32_t step, uint32_t pub)
 {
     return epoch0 + step * MK_EPOCH_STRIDE + pub + 1u;
 }
-static inline uint64_t mk_packet_offset(const mk_vec *v, uint32_t half, uint32_t row, uint32_t slice)
+MK_BOTH uint64_t mk_packet_offset(const mk_vec *v, uint32_t half, uint32_t row, uint32_t slice)
 {
     return v->offset + (((uint64_t)half * MK_MAX_ROWS + row) * v->nslice + slice) * v->slice_packets * 16u;
 }
 /* Value of a BULK counter when publication `pub` of step `step` is complete (wraps). */
-static inline uint32_t mk_counter_target(const mk_vec *v, uint32_t step, uint32_t pub)
+MK_BOTH uint32_t mk_counter_target(const mk_vec *v, uint32_t step, uint32_t pub)
 {
     return (step * v->pubs + pub + 1u) * v->signals;
 }
