@@ -8,7 +8,7 @@
  *   CONV_STEP     rows x (2 dk + dv) f32                      -
  *   DELTA_STEP    rows x (dk + dv + 1) f32                    the state, dk x dv f32
  *   KV_APPEND     rows x (latent + rope) f32                  -
- *   MLA_PARTIAL   MK_MLA_HEAD_GROUP heads x (latent + rope)   the same heads x (latent + 4) f32
+ *   MLA_PARTIAL   MK_HEAD_GROUP heads x (latent + rope)   the same heads x (latent + 4) f32
  *   COMBINE       -                                           rows x n f32, two f32 a split
  *   ROUTE         rows x experts f32                          -
  *   SAMPLE        one row's statistics, 16 bytes a slice      -
@@ -39,7 +39,7 @@ static uint64_t chunk(uint64_t k, uint64_t esize)
 
 static uint64_t mla_group(const mk_mla *m)
 {
-    return m->all_heads < MK_MLA_HEAD_GROUP ? m->all_heads : MK_MLA_HEAD_GROUP;
+    return m->all_heads < MK_HEAD_GROUP ? m->all_heads : MK_HEAD_GROUP;
 }
 
 static uint64_t staging(const mk_program *p, const mk_insn *in)

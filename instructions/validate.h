@@ -39,7 +39,6 @@ int mk_validate(const mk_program *p, mk_validation *out, mk_err *err);
 #define MK_STAGING_BYTES    40960u  /* gathered vectors, at MK_MAX_ROWS rows */
 #define MK_RING_MIN_BYTES   65536u  /* weight ring: four stages of 16 KB, the least that hides a copy's latency */
 #define MK_SMEM_FIXED_BYTES 12288u  /* two instructions, barriers, step descriptor, 16 warps' 16 x 8 f32 partial tiles, slack */
-#define MK_MLA_HEAD_GROUP   16u     /* heads that MLA_PARTIAL takes at a time */
 
 /* Bytes of gathered vectors that an instruction stages at a time (limit MK_STAGING_BYTES). */
 uint32_t mk_insn_staging(const mk_program *p, const mk_insn *in);
