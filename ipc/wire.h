@@ -202,7 +202,7 @@ typedef struct mk_wire_fork {
 } mk_wire_fork;
 
 typedef struct mk_wire_forked {
-    uint64_t stream;
+    uint64_t fork; /* the new stream */
     uint32_t position, how, replayed, reserved; /* how: 1 in place, 2 replayed */
 } mk_wire_forked;
 
