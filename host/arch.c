@@ -293,7 +293,7 @@ int mk_cfg_object(mk_cfg *c, const char *name, mk_cfg *sub)
         sub->rc = c->rc;
     }
     int got = json_is_object(v);
-    sub->obj = got ? json_copy(v) : json_object();
+    sub->obj = got ? json_copy(v) : NULL;
     json_decref(v);
     return got;
 }

@@ -40,7 +40,8 @@ int mk_cfg_choices(mk_cfg *c, const char *names, const char *yes, const char *no
 void mk_cfg_expect(mk_cfg *c, const char *names, const char *values);
 /* Fields that do not change the result. Every spelling is a field of its own here. */
 void mk_cfg_ignore(mk_cfg *c, const char *names);
-/* Takes an object out for reading with the same functions, then mk_cfg_done. Returns 0 when absent or null (sub is then empty). */
+/* Takes an object out for reading with the same functions, then mk_cfg_done. Returns 0 when absent or null: there is then nothing
+ * to read or to end. */
 int mk_cfg_object(mk_cfg *c, const char *name, mk_cfg *sub);
 /* Refuses fields that nobody read, frees the copy, hands an error on to `parent` (may be NULL). */
 int mk_cfg_done(mk_cfg *c, mk_cfg *parent);

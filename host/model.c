@@ -53,7 +53,7 @@ static void read_quantization(mk_cfg *c, mk_model *m)
     mk_cfg q;
     if (mk_cfg_object(c, "quantization_config", &q)) {
         json_t *method = json_object_get(q.obj, "quant_method");
-        if (!method) mk_cfg_fail(&q, "quant_method", "is missing, supported: \"fp8\"");
+        if (!method || json_is_null(method)) mk_cfg_fail(&q, "quant_method", "is missing, supported: \"fp8\"");
         mk_cfg_expect(&q, "quant_method", "\"fp8\"");
         mk_cfg_expect(&q, "fmt", "\"e4m3\"");
         mk_cfg_expect(&q, "activation_scheme", "\"dynamic\"");
@@ -64,8 +64,8 @@ static void read_quantization(mk_cfg *c, mk_model *m)
         /* Which modules are FP8 is read off the tensors themselves. */
         mk_cfg_ignore(&q, "modules_to_not_convert|ignored_layers|ignored_modules|dequantize");
         m->fp8_source = 1;
+        mk_cfg_done(&q, c);
     }
-    mk_cfg_done(&q, c);
 }
 
 static void read_stops(mk_cfg *c, mk_model *m)

@@ -16,17 +16,19 @@ static inline float fp8_finite(uint8_t b)
     uint32_t em = (uint32_t)(b & 0x7fu) << 20;
     uint32_t sub = mk_f32_bits(mk_bits_f32(em + (121u << 23)) - mk_bits_f32(121u << 23)); /* exponent 0: m/8 * 2^-6 */
     uint32_t norm = em + (120u << 23);
-    return mk_bits_f32((em < (1u << 23) ? sub : norm) | (uint32_t)(b & 0x80u) << 24);
+    return mk_bits_f32(mk_select((int32_t)em < (1 << 23), sub, norm) | (uint32_t)(b & 0x80u) << 24);
 }
 
 /* |v| <= 448 after saturation; v is no NaN. */
 static inline uint8_t to_fp8_finite(float v)
 {
-    uint32_t u = mk_f32_bits(v), a = u & 0x7fffffffu;
-    a = a > 0x43e00000u ? 0x43e00000u : a;                            /* 448 */
-    uint32_t norm = ((a + 0x7ffffu + ((a >> 20) & 1u)) >> 20) - (120u << 3);
-    uint32_t sub = mk_f32_bits(mk_bits_f32(a) + 16384.0f) - 0x46800000u; /* 2^14 + |v|: the unit of the sum is 2^-9, that of a subnormal */
-    return (uint8_t)((a < 0x3c800000u ? sub : norm) | (u >> 24 & 0x80u)); /* below 2^-6 */
+    uint32_t u = mk_f32_bits(v);
+    int32_t a = (int32_t)(u & 0x7fffffffu); /* signed: SSE2 has no unsigned comparison */
+    a = a > 0x43e00000 ? 0x43e00000 : a;    /* 448 */
+    int32_t norm = ((a + 0x7ffff + ((a >> 20) & 1)) >> 20) - (120 << 3);
+    /* 2^14 + |v|: the last bit of the sum is worth 2^-9, as that of a subnormal. */
+    int32_t sub = (int32_t)mk_f32_bits(mk_bits_f32((uint32_t)a) + 16384.0f) - 0x46800000;
+    return (uint8_t)(mk_select(a < 0x3c800000, (uint32_t)sub, (uint32_t)norm) | (u >> 24 & 0x80u)); /* below 2^-6 */
 }
 
 float mk_fp8_to_f32(uint8_t b)
@@ -51,8 +53,22 @@ static size_t dtype_bytes(enum mk_st_dtype d)
     }
 }
 
+/* restrict: bytes may alias anything, and the loops would not vectorise. */
+static void encode_fp8(const float *restrict x, float scale, size_t n, uint8_t *restrict q)
+{
+    for (size_t i = 0; i < n; i++) q[i] = to_fp8_finite(x[i] / scale);
+}
+
+static void max_abs(const float *restrict x, size_t n, float *restrict top)
+{
+    for (size_t i = 0; i < n; i++) {
+        float a = mk_bits_f32(mk_f32_bits(x[i]) & 0x7fffffffu);
+        top[i] = a > top[i] ? a : top[i];
+    }
+}
+
 /* n values at any alignment. FP8 NaN comes out finite: callers look for it in the bytes. */
-static void to_f32(enum mk_st_dtype d, const unsigned char *p, size_t n, float *x)
+static void to_f32(enum mk_st_dtype d, const unsigned char *restrict p, size_t n, float *restrict x)
 {
     uint16_t h;
     switch (d) {
@@ -252,7 +268,8 @@ static int row_f32(const view *v, uint64_t i)
         if (end > k) end = k;
         int rc = scale_at(v, (t ? at : r) / BLOCK, (t ? c : at) / BLOCK, &scale);
         if (rc) return rc;
-        for (; j < end; j++) v->x[j] *= scale;
+        float *x = v->x;
+        for (; j < end; j++) x[j] *= scale;
     }
     return MK_OK;
 }
@@ -322,13 +339,8 @@ static int block_row_scales(const view *v, uint32_t rb, uint32_t nkb, _Atomic ui
     float *top = calloc(k, sizeof *top);
     if (!top) return mk_fail(v->err, MK_E_SYSTEM, "out of memory");
     int rc = MK_OK;
-    for (uint64_t i = i0; !rc && i < i1; i++) {
-        if ((rc = row_f32(v, i))) break;
-        for (size_t j = 0; j < k; j++) {
-            float a = mk_bits_f32(mk_f32_bits(v->x[j]) & 0x7fffffffu);
-            top[j] = a > top[j] ? a : top[j];
-        }
-    }
+    for (uint64_t i = i0; !rc && i < i1; i++)
+        if (!(rc = row_f32(v, i))) max_abs(v->x, k, top);
     for (uint32_t cb = 0; !rc && cb < nkb; cb++) {
         size_t j = (size_t)cb * mat->scale_k, end = j + mat->scale_k < k ? j + mat->scale_k : k;
         float amax = 0;
@@ -363,8 +375,7 @@ static int quantise(const view *v, const mk_checkpoint *ck, uint64_t row0, uint6
         uint32_t seg = (uint32_t)((row0 + i) / BLOCK) - rb0;
         for (uint32_t cb = 0; cb < nkb; cb++) {
             size_t j = (size_t)cb * mat->scale_k, end = j + mat->scale_k < k ? j + mat->scale_k : k;
-            float scale = scales[(size_t)cb * nseg + seg];
-            for (; j < end; j++) dst[j] = to_fp8_finite(v->x[j] / scale);
+            encode_fp8(v->x + j, scales[(size_t)cb * nseg + seg], end - j, dst + j);
         }
     }
     return MK_OK;

@@ -19,6 +19,13 @@ static inline uint32_t mk_f32_bits(float f)
     memcpy(&u, &f, 4);
     return u;
 }
+/* cond ? a : b. Written with masks because a compiler moves the floating-point sums behind a and b into branches otherwise (they might
+ * trap), and the loop stays scalar. */
+static inline uint32_t mk_select(int cond, uint32_t a, uint32_t b)
+{
+    uint32_t m = (uint32_t)-cond;
+    return (a & m) | (b & ~m);
+}
 static inline float mk_bf16_to_f32(uint16_t v)
 {
     return mk_bits_f32((uint32_t)v << 16);
@@ -34,8 +41,8 @@ static inline float mk_f16_to_f32(uint16_t h)
 {
     uint32_t em = (uint32_t)(h & 0x7fffu) << 13;
     uint32_t sub = mk_f32_bits(mk_bits_f32(em + (113u << 23)) - mk_bits_f32(113u << 23)); /* exponent 0: zero or subnormal */
-    uint32_t norm = em + (em >= (0x1fu << 23) ? 224u << 23 : 112u << 23);                 /* exponent 31: infinite or NaN */
-    return mk_bits_f32((em < (1u << 23) ? sub : norm) | (uint32_t)(h & 0x8000u) << 16);
+    uint32_t norm = em + ((int32_t)em >= (0x1f << 23) ? 224u << 23 : 112u << 23);                 /* exponent 31: infinite or NaN */
+    return mk_bits_f32(mk_select((int32_t)em < (1 << 23), sub, norm) | (uint32_t)(h & 0x8000u) << 16);
 }
 /* UE8M0: 2^(b-127); 255 is NaN. */
 static inline float mk_e8m0_to_f32(uint8_t b)
