@@ -1,0 +1,535 @@
+/* CONV_STEP, DELTA_STEP and ROUTE against references in double written from models.md 3.1, 3.2 and 3.6. */
+#include "tests/support/onestep.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- a trace: tokens of several streams, cut into steps in different ways ---------------------------------------------- */
+
+#define STREAMS 5
+#define TOKENS  24 /* of a stream */
+
+/* How the same tokens reach the machine. */
+typedef enum cut {
+    CUT_ALONE,    /* one row a step, stream after stream */
+    CUT_CHUNKS,   /* eight rows of one stream */
+    CUT_THREES,   /* three rows of one stream */
+    CUT_MIXED,    /* up to 8 rows of up to 5 streams, in stream order, differing counts */
+    CUT_PINGPONG, /* as MIXED, but every step reads one slot of the stream and writes the other */
+    CUT_COUNT
+} cut;
+
+typedef struct tok {
+    uint32_t stream, pos;
+} tok;
+
+/* Rows of the next step out of done[]; 0: all through. */
+static uint32_t next_rows(cut how, uint32_t *done, uint64_t *seed, tok *out)
+{
+    uint32_t n = 0;
+    if (how <= CUT_THREES) {
+        uint32_t most = how == CUT_ALONE ? 1 : how == CUT_CHUNKS ? 8 : 3;
+        for (uint32_t s = 0; s < STREAMS && n == 0; s++)
+            while (n < most && done[s] < TOKENS) out[n++] = (tok){s, done[s]++};
+        return n;
+    }
+    for (uint32_t s = 0; s < STREAMS; s++) {
+        uint32_t take = (uint32_t)(one_random(seed) % 4);
+        while (take-- && n < MK_MAX_ROWS && done[s] < TOKENS) out[n++] = (tok){s, done[s]++};
+    }
+    if (n == 0)
+        for (uint32_t s = 0; s < STREAMS && n == 0; s++)
+            if (done[s] < TOKENS) out[n++] = (tok){s, done[s]++};
+    return n;
+}
+
+/* Rows of a step as mk_rows; *reads: slots that must stay as they are. parity[stream]: slot that holds its state. */
+static void set_rows(onestep *o, cut how, const tok *t, uint32_t n, uint32_t *parity, uint32_t *untouched, uint32_t *n_untouched)
+{
+    *n_untouched = 0;
+    for (uint32_t r = 0; r < n; r++) {
+        mk_row *row = one_row(o, t[r].stream, t[r].pos);
+        if (how != CUT_PINGPONG) continue;
+        uint32_t a = 2 * t[r].stream;
+        if (r == 0 || t[r - 1].stream != t[r].stream) {
+            row->state_read = a + parity[t[r].stream];
+            parity[t[r].stream] ^= 1;
+            row->state_write = a + parity[t[r].stream];
+            untouched[(*n_untouched)++] = row->state_read;
+        } else {
+            row->state_read = row->state_write = a + parity[t[r].stream];
+        }
+    }
+}
+
+static uint32_t state_begin, state_end; /* bytes of a slot that the opcode may write */
+
+static float *run_trace(onestep *o, cut how, uint32_t width, void (*step)(onestep *, const tok *, uint32_t, float *))
+{
+    float *out = calloc((size_t)STREAMS * TOKENS * width, sizeof *out);
+    uint32_t done[STREAMS] = {0}, parity[STREAMS] = {0}, n, keep[MK_MAX_ROWS], n_keep;
+    uint64_t seed = 4, bytes = o->prog.info.state_slot_bytes;
+    uint8_t *before = malloc(MK_MAX_ROWS * bytes);
+    tok t[MK_MAX_ROWS];
+    assert_non_null(out);
+    assert_non_null(before);
+    memset(o->mem.state, 0xff, o->prog.info.state_slots * bytes);
+    while ((n = next_rows(how, done, &seed, t))) {
+        one_begin(o);
+        set_rows(o, how, t, n, parity, keep, &n_keep);
+        for (uint32_t i = 0; i < n_keep; i++) memcpy(before + i * bytes, one_state(o, keep[i]), bytes);
+        step(o, t, n, out);
+        for (uint32_t i = 0; i < n_keep; i++) assert_memory_equal(before + i * bytes, one_state(o, keep[i]), bytes);
+    }
+    free(before);
+    for (uint32_t i = 0; i < o->prog.info.state_slots; i++) /* what lies before and behind the item's state */
+        for (uint32_t b = 0; b < bytes; b++)
+            if (b < state_begin || b >= state_end) assert_int_equal(((uint8_t *)one_state(o, i))[b], 0xff);
+    return out;
+}
+
+static const char *const cut_name[CUT_COUNT] = {"alone", "chunks of 8", "chunks of 3", "mixed", "read and write slots apart"};
+
+static double silu(double x)
+{
+    return x / (1 + exp(-x));
+}
+
+static float as_bf16(float x, int act_f32)
+{
+    return act_f32 ? x : mk_round_bf16(x);
+}
+
+/* ---- CONV_STEP ------------------------------------------------------------------------------------------------------- */
+
+static struct {
+    uint32_t dk, dv, taps, width, act_f32, qkv, conv;
+} cv;
+
+static void conv_input(uint32_t stream, uint32_t pos, float *qkv)
+{
+    one_fill(1000 * stream + pos, qkv, cv.width, 1.5);
+    for (uint32_t i = 0; i < cv.width; i++) qkv[i] = as_bf16(qkv[i], (int)cv.act_f32);
+}
+
+static void conv_run(onestep *o, const tok *t, uint32_t n, float *out)
+{
+    uint32_t channels = 2 * cv.dk + cv.dv;
+    float *qkv = malloc(cv.width * sizeof *qkv);
+    assert_non_null(qkv);
+    for (uint32_t r = 0; r < n; r++) {
+        conv_input(t[r].stream, t[r].pos, qkv);
+        one_put(o, cv.qkv, r, qkv, NULL);
+    }
+    one_run(o, 1);
+    const float *y = one_local_at(o, 1, cv.conv);
+    for (uint32_t r = 0; r < n; r++)
+        memcpy(out + (size_t)(t[r].stream * TOKENS + t[r].pos) * channels, y + (size_t)r * channels, channels * sizeof *out);
+    free(qkv);
+}
+
+static void conv_case(uint32_t dk, uint32_t dv, uint32_t taps, uint32_t slices, int act_f32)
+{
+    onestep *o = one_new(2, act_f32);
+    uint32_t channels = 2 * dk + dv, heads = 3, pad = 40, width = heads * (2 * dk + dv) + pad;
+    float *w = malloc(channels * taps * sizeof *w), *qkv = malloc(width * sizeof *qkv);
+    assert_non_null(w);
+    assert_non_null(qkv);
+    one_fill(7, w, channels * taps, 0.5);
+    cv.dk = dk, cv.dv = dv, cv.taps = taps, cv.width = width, cv.act_f32 = (uint32_t)act_f32;
+    cv.qkv = one_even(o, act_f32 ? MK_F32 : MK_BF16, 0, width, slices);
+    one_local(o, 64);
+    cv.conv = one_local(o, MK_MAX_ROWS * channels * 4);
+    one_param(o, w, 5);
+    uint32_t param = one_param(o, w, channels * taps), state_off = 256;
+    one_alloc(o, 2 * STREAMS, state_off + (taps - 1) * channels * 4 + 128, STREAMS, 64, 64);
+
+    state_begin = state_off, state_end = state_off + (taps - 1) * channels * 4;
+    one_insn(o, MK_OP_CONV_STEP);
+    for (int i = 0; i < 3; i++) one_wait(o, cv.qkv);
+    one_to(o, cv.conv, 0);
+    o->in.conv = (mk_conv){.q_off = dk, .k_off = heads * dk + dk, .v_off = heads * 2 * dk + 2 * dv + 7, .dk = (uint16_t)dk, .dv = (uint16_t)dv,
+                           .taps = (uint16_t)taps, .param_off = param, .state_off = state_off};
+    float *got[CUT_COUNT];
+    for (int how = 0; how < CUT_COUNT; how++) {
+        got[how] = run_trace(o, (cut)how, channels, conv_run);
+        if (how) one_same(cut_name[how], got[how], got[0], (size_t)STREAMS * TOKENS * channels);
+    }
+    double worst = 0;
+    for (uint32_t s = 0; s < STREAMS; s++)
+        for (uint32_t pos = 0; pos < TOKENS; pos++)
+            for (uint32_t ch = 0; ch < channels; ch++) {
+                double y = 0;
+                uint32_t at = ch < dk ? o->in.conv.q_off + ch : ch < 2 * dk ? o->in.conv.k_off + ch - dk : o->in.conv.v_off + ch - 2 * dk;
+                if (ch % 37 && pos > 4) continue; /* inputs are made anew for every look */
+                for (uint32_t j = 0; j < taps; j++) {
+                    int p = (int)pos - (int)(taps - 1) + (int)j;
+                    if (p < 0) continue;
+                    conv_input(s, (uint32_t)p, qkv);
+                    y += (double)w[ch * taps + j] * (double)qkv[at];
+                }
+                double want = silu(y), e;
+                e = one_close("conv", &got[0][(size_t)(s * TOKENS + pos) * channels + ch], &want, 1, 1.0, 2e-6);
+                if (e > worst) worst = e;
+            }
+    print_message("conv dk %u dv %u taps %u act_f32 %d: max error %.2g\n", dk, dv, taps, act_f32, worst);
+    for (int how = 0; how < CUT_COUNT; how++) free(got[how]);
+    free(w);
+    free(qkv);
+    one_free(o);
+}
+
+static void test_conv(void **state)
+{
+    (void)state;
+    conv_case(16, 8, 4, 3, 1);
+    conv_case(16, 8, 4, 5, 0);
+    conv_case(8, 5, 2, 2, 1);
+    conv_case(12, 4, 7, 4, 1);
+}
+
+static void test_conv_real(void **state)
+{
+    (void)state;
+    conv_case(128, 32, 4, 7, 0);
+}
+
+/* ---- DELTA_STEP ------------------------------------------------------------------------------------------------------ */
+
+static struct {
+    uint32_t dk, dv, decays, act_f32, conv, fz, low, o, f_off, z_off, b_off, fz_width, low_width;
+} dl;
+
+static void delta_input(uint32_t stream, uint32_t pos, float *x, float *fz, float *low)
+{
+    uint64_t id = 5000 + 1000 * stream + pos;
+    one_fill(id * 3, x, 2 * dl.dk + dl.dv, 0.7);
+    one_fill(id * 3 + 1, fz, dl.fz_width, 1.5);
+    one_fill(id * 3 + 2, low, dl.low_width, 1.0);
+    if (pos % 5 == 3) fz[dl.f_off] = 30.0f; /* softplus above its linear bound */
+    for (uint32_t i = 0; i < dl.fz_width; i++) fz[i] = as_bf16(fz[i], (int)dl.act_f32);
+    for (uint32_t i = 0; i < dl.low_width; i++) low[i] = as_bf16(low[i], (int)dl.act_f32);
+}
+
+static void delta_run(onestep *o, const tok *t, uint32_t n, float *out)
+{
+    float *x = one_local_at(o, 0, dl.conv), fz[1024], low[256];
+    for (uint32_t r = 0; r < n; r++) {
+        delta_input(t[r].stream, t[r].pos, x + (size_t)r * (2 * dl.dk + dl.dv), fz, low);
+        one_put(o, dl.fz, r, fz, NULL);
+        one_put(o, dl.low, r, low, NULL);
+    }
+    one_run(o, 0);
+    for (uint32_t r = 0; r < n; r++) {
+        float *y = out + (size_t)(t[r].stream * TOKENS + t[r].pos) * (dl.dv + 1);
+        one_get(o, dl.o, r, dl.dv, dl.dv, y);
+        y[dl.dv] = one_trailer(o, dl.o, r, 1);
+    }
+}
+
+static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, int act_f32)
+{
+    onestep *o = one_new(2, act_f32);
+    uint32_t dtype = act_f32 ? MK_F32 : MK_BF16, nd = decay == MK_DECAY_HEAD ? 1 : dk, width = dv + 1;
+    dl.dk = dk, dl.dv = dv, dl.decays = nd, dl.act_f32 = (uint32_t)act_f32;
+    dl.f_off = 3, dl.z_off = dl.f_off + nd + 11, dl.fz_width = dl.z_off + dv + 2, dl.b_off = 17, dl.low_width = 20;
+    float param[1 + 128 + 128];
+    uint64_t seed = 21;
+    param[0] = (float)log(0.2 + 3.0 * one_uniform(&seed));
+    one_fill(22, param + 1, nd, 1.0);
+    for (uint32_t i = 0; i < dv; i++) param[1 + nd + i] = 1.0f + one_normal(&seed, 0.3);
+    dl.conv = one_local(o, MK_MAX_ROWS * (2 * dk + dv) * 4);
+    dl.fz = one_even(o, dtype, 0, dl.fz_width, 4);
+    dl.low = one_even(o, dtype, 0, dl.low_width, 3);
+    dl.o = one_even(o, dtype, 1, 3 * dv, 3);
+    one_param(o, param, 3);
+    uint32_t param_off = one_param(o, param, 1 + nd + dv), state_off = 384;
+    one_alloc(o, 2 * STREAMS, state_off + dk * dv * 4 + 256, STREAMS, 64, 64);
+    state_begin = state_off, state_end = state_off + dk * dv * 4;
+    one_insn(o, MK_OP_DELTA_STEP);
+    one_wait(o, dl.conv);
+    one_wait(o, dl.fz);
+    one_wait(o, dl.low);
+    one_to(o, dl.o, 1);
+    o->in.delta = (mk_delta){.dk = (uint16_t)dk, .dv = (uint16_t)dv, .decay = (uint8_t)decay, .f_off = dl.f_off, .z_off = dl.z_off,
+                             .b_off = dl.b_off, .param_off = param_off, .state_off = state_off};
+    float *got[CUT_COUNT];
+    for (int how = 0; how < CUT_COUNT; how++) {
+        got[how] = run_trace(o, (cut)how, width, delta_run);
+        if (how) one_same(cut_name[how], got[how], got[0], (size_t)STREAMS * TOKENS * width);
+    }
+
+    double *S = malloc(sizeof *S * dk * dv), *ref = malloc(sizeof *ref * STREAMS * TOKENS * width), q[128], k[128], m[128], raw[128];
+    float x[384], fz[1024], low[256];
+    assert_non_null(S);
+    assert_non_null(ref);
+    for (uint32_t s = 0; s < STREAMS; s++) {
+        for (uint32_t i = 0; i < dk * dv; i++) S[i] = 0;
+        for (uint32_t pos = 0; pos < TOKENS; pos++) {
+            double *y = ref + (size_t)(s * TOKENS + pos) * width;
+            delta_input(s, pos, x, fz, low);
+            double nq = 0, nk = 0, beta = 1 / (1 + exp(-(double)low[dl.b_off])), sq = 0;
+            for (uint32_t i = 0; i < dk; i++) {
+                nq += (double)x[i] * (double)x[i];
+                nk += (double)x[dk + i] * (double)x[dk + i];
+            }
+            for (uint32_t i = 0; i < dk; i++) {
+                q[i] = (double)x[i] / sqrt(nq + 1e-6) / sqrt((double)dk);
+                k[i] = (double)x[dk + i] / sqrt(nk + 1e-6);
+                double f = (double)fz[dl.f_off + (nd == 1 ? 0 : i)] + (double)param[1 + (nd == 1 ? 0 : i)];
+                double g = -exp((double)param[0]) * (f > 20 ? f : log1p(exp(f)));
+                for (uint32_t j = 0; j < dv; j++) S[i * dv + j] *= exp(g);
+            }
+            for (uint32_t j = 0; j < dv; j++) {
+                m[j] = 0;
+                for (uint32_t i = 0; i < dk; i++) m[j] += k[i] * S[i * dv + j];
+                double d = beta * ((double)x[2 * dk + j] - m[j]);
+                raw[j] = 0;
+                for (uint32_t i = 0; i < dk; i++) {
+                    S[i * dv + j] += k[i] * d;
+                    raw[j] += q[i] * S[i * dv + j];
+                }
+                sq += raw[j] * raw[j];
+                y[j] = raw[j] * (double)param[1 + nd + j] / (1 + exp(-(double)fz[dl.z_off + j]));
+            }
+            y[dv] = sq;
+        }
+        /* The state itself after the last token. */
+        float *T = malloc(sizeof *T * dk * dv), *again = run_trace(o, CUT_CHUNKS, width, delta_run);
+        assert_non_null(T);
+        memcpy(T, (uint8_t *)one_state(o, s) + state_off, sizeof *T * dk * dv);
+        one_close("state", T, S, dk * dv, one_rms(S, dk * dv), 1e-5);
+        free(again);
+        free(T);
+    }
+    double rms = 0, rms_sq = 0, worst = 0, e; /* errors by the scale of all outputs: q.k may nearly cancel */
+    for (uint32_t i = 0; i < STREAMS * TOKENS; i++) {
+        rms = fmax(rms, one_rms(ref + (size_t)i * width, dv) / 3);
+        rms_sq = fmax(rms_sq, ref[(size_t)i * width + dv] / 10);
+    }
+    for (uint32_t i = 0; i < STREAMS * TOKENS; i++) {
+        e = (act_f32 ? one_close : one_close_bf16)("delta", got[0] + (size_t)i * width, ref + (size_t)i * width, dv, rms, 1e-5);
+        if (e > worst) worst = e;
+        one_close("trailer", got[0] + (size_t)i * width + dv, ref + (size_t)i * width + dv, 1, rms_sq, 1e-5);
+    }
+    print_message("delta dk %u dv %u decay %u act_f32 %d: max error %.2g of a typical output\n", dk, dv, decay, act_f32, worst);
+    for (int how = 0; how < CUT_COUNT; how++) free(got[how]);
+    free(S);
+    free(ref);
+    one_free(o);
+}
+
+static void test_delta(void **state)
+{
+    (void)state;
+    delta_case(16, 8, MK_DECAY_CHANNEL, 1);
+    delta_case(24, 13, MK_DECAY_CHANNEL, 1);
+    delta_case(16, 8, MK_DECAY_CHANNEL, 0);
+    delta_case(16, 40, MK_DECAY_HEAD, 1);
+}
+
+static void test_delta_real(void **state)
+{
+    (void)state;
+    delta_case(128, 32, MK_DECAY_CHANNEL, 1);
+    delta_case(128, 32, MK_DECAY_CHANNEL, 0);
+    delta_case(128, 128, MK_DECAY_CHANNEL, 1);
+}
+
+/* ---- ROUTE ----------------------------------------------------------------------------------------------------------- */
+
+typedef struct hook_log {
+    uint32_t calls, layer, slot, pos, topk;
+    const uint16_t *replace;
+} hook_log;
+
+static void hook(void *arg, uint32_t layer, uint32_t slot, uint32_t pos, uint32_t topk, uint16_t *ids)
+{
+    hook_log *h = arg;
+    h->calls++;
+    h->layer = layer, h->slot = slot, h->pos = pos, h->topk = topk;
+    for (uint32_t i = 1; i < topk; i++) assert_true(ids[i] > ids[i - 1]);
+    if (h->replace) memcpy(ids, h->replace, topk * sizeof *ids);
+}
+
+/* Chosen ids, ascending, by rank of (choice descending, id ascending), in double. */
+static void route_reference(const mk_route *t, const float *logit, const float *bias, double *s, uint32_t *chosen)
+{
+    uint32_t n = t->experts, size = t->groups > 1 ? n / t->groups : n;
+    double c[1024], best[1024], sum = 0, max = -1e300;
+    for (uint32_t i = 0; i < n; i++) max = fmax(max, (double)logit[i]);
+    for (uint32_t i = 0; i < n; i++) {
+        s[i] = t->score == MK_SCORE_SIGMOID ? 1 / (1 + exp(-(double)logit[i])) : exp((double)logit[i] - max);
+        sum += s[i];
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        if (t->score == MK_SCORE_SOFTMAX) s[i] /= sum;
+        c[i] = (double)((float)s[i] + (t->has_bias ? bias[i] : 0.0f)); /* ties are those of f32 */
+    }
+    if (t->groups > 1) {
+        for (uint32_t g = 0; g < t->groups; g++) {
+            double a = -1e300, b = -1e300;
+            for (uint32_t i = g * size; i < (g + 1) * size; i++) {
+                if (c[i] > a) b = a, a = c[i];
+                else if (c[i] > b) b = c[i];
+            }
+            best[g] = a + (size > 1 ? b : 0);
+        }
+        for (uint32_t g = 0; g < t->groups; g++) {
+            uint32_t better = 0;
+            for (uint32_t h = 0; h < t->groups; h++) better += best[h] > best[g] || (best[h] == best[g] && h < g);
+            if (better >= t->topk_groups)
+                for (uint32_t i = g * size; i < (g + 1) * size; i++) c[i] = -1e300;
+        }
+    }
+    uint32_t k = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t better = 0;
+        for (uint32_t j = 0; j < n; j++) better += c[j] > c[i] || (c[j] == c[i] && j < i);
+        if (better < t->topk) chosen[k++] = i;
+    }
+    assert_int_equal(k, t->topk);
+}
+
+static void check_routes(const mk_route *t, const mk_routes *got, uint32_t row, const double *s, const uint32_t *chosen)
+{
+    double sum = 0;
+    uint32_t found = 0;
+    for (uint32_t k = 0; k < t->topk; k++) sum += s[chosen[k]];
+    for (uint32_t j = 0; j < got->n_union; j++) {
+        if (j) assert_true(got->expert[j] > got->expert[j - 1]);
+        uint32_t rank = got->rank[row][j];
+        if (rank == 255) {
+            for (uint32_t k = 0; k < t->topk; k++) assert_int_not_equal(chosen[k], got->expert[j]);
+            continue;
+        }
+        assert_int_equal(rank, found);
+        assert_int_equal(got->expert[j], chosen[rank]);
+        double want = s[chosen[rank]] / (t->renorm ? sum + 1e-20 : 1) * (double)t->scale;
+        one_close("weight", &got->weight[row][rank], &want, 1, want, 2e-6);
+        found++;
+    }
+    assert_int_equal(found, t->topk);
+}
+
+static void route_case(mk_route t, uint32_t slices, int ties)
+{
+    onestep *o = one_new(2, 0);
+    uint32_t n = t.experts;
+    float bias[1024], logit[MK_MAX_ROWS][1024];
+    double s[1024];
+    uint32_t chosen[MK_MAX_ROWS][16];
+    one_fill(31, bias, n, 0.1);
+    uint32_t vec = one_even(o, MK_F32, 0, n, slices), routes = one_local(o, sizeof(mk_routes));
+    t.param_off = one_param(o, bias, n);
+    one_alloc(o, 1, 64, 16, 64, 64);
+    for (int trial = 0; trial < 20; trial++) {
+        uint32_t rows = 1 + (uint32_t)trial % MK_MAX_ROWS;
+        one_begin(o);
+        for (uint32_t r = 0; r < rows; r++) {
+            one_row(o, r, 3 + r);
+            one_fill(100 * (uint64_t)trial + r, logit[r], n, 1.5);
+            if (ties)
+                for (uint32_t i = 0; i < n; i++) logit[r][i] = roundf(logit[r][i]);
+            one_put(o, vec, r, logit[r], NULL);
+        }
+        one_insn(o, MK_OP_ROUTE);
+        one_wait(o, vec);
+        one_to(o, routes, 0);
+        o->in.route = t;
+        one_run(o, 1);
+        mk_routes all = *(mk_routes *)one_local_at(o, 1, routes);
+        uint8_t used[1024] = {0};
+        uint32_t distinct = 0;
+        for (uint32_t r = 0; r < rows; r++) {
+            route_reference(&t, logit[r], bias, s, chosen[r]);
+            check_routes(&t, &all, r, s, chosen[r]);
+            for (uint32_t k = 0; k < t.topk; k++) {
+                distinct += !used[chosen[r][k]];
+                used[chosen[r][k]] = 1;
+            }
+        }
+        assert_int_equal(all.n_union, distinct);
+        /* alone: the same weights bit for bit */
+        for (uint32_t r = 0; r < rows; r++) {
+            one_begin(o);
+            one_row(o, r, 3 + r);
+            one_put(o, vec, 0, logit[r], NULL);
+            one_run(o, 0);
+            mk_routes *one = one_local_at(o, 0, routes);
+            assert_int_equal(one->n_union, t.topk);
+            for (uint32_t k = 0; k < t.topk; k++) assert_int_equal(one->expert[k], chosen[r][k]);
+            one_same("weights alone", one->weight[0], all.weight[r], t.topk);
+        }
+    }
+    one_free(o);
+}
+
+static void test_route(void **state)
+{
+    (void)state;
+    const mk_route kimi = {.experts = 256, .topk = 8, .groups = 1, .topk_groups = 1, .score = MK_SCORE_SIGMOID, .renorm = 1, .has_bias = 1, .scale = 2.446f};
+    mk_route t = kimi;
+    route_case(t, 5, 0);
+    t.has_bias = 0;
+    route_case(t, 5, 1);
+    t = kimi, t.groups = 8, t.topk_groups = 4;
+    route_case(t, 3, 0);
+    t.has_bias = 0;
+    route_case(t, 3, 1);
+    t = kimi, t.experts = 64, t.topk = 6, t.score = MK_SCORE_SOFTMAX, t.renorm = 0, t.scale = 1, t.has_bias = 0;
+    route_case(t, 1, 0);
+    t.renorm = 1, t.groups = 1;
+    route_case(t, 2, 1);
+    t = kimi, t.experts = 1024, t.topk = 16, t.groups = 32, t.topk_groups = 1;
+    route_case(t, 7, 0);
+    t = kimi, t.experts = 8, t.topk = 8;
+    route_case(t, 1, 0);
+    t.topk = 1, t.groups = 8, t.topk_groups = 2; /* groups of one expert */
+    route_case(t, 1, 0);
+    t = kimi, t.experts = 17, t.topk = 3;
+    route_case(t, 4, 0);
+}
+
+static void test_route_hook(void **state)
+{
+    (void)state;
+    onestep *o = one_new(1, 0);
+    mk_route t = {.experts = 16, .topk = 3, .groups = 1, .score = MK_SCORE_SIGMOID, .renorm = 1, .scale = 2};
+    float logit[16];
+    one_fill(1, logit, 16, 1.0);
+    uint32_t vec = one_even(o, MK_F32, 0, 16, 2), routes = one_local(o, sizeof(mk_routes));
+    const uint16_t mine[3] = {0, 7, 15};
+    hook_log log = {.replace = mine};
+    o->route_hook = hook;
+    o->route_arg = &log;
+    one_alloc(o, 1, 64, 16, 64, 64);
+    one_begin(o);
+    one_row(o, 5, 41);
+    one_put(o, vec, 0, logit, NULL);
+    one_insn(o, MK_OP_ROUTE);
+    one_wait(o, vec);
+    one_to(o, routes, 0);
+    o->in.route = t;
+    one_run(o, 0);
+    assert_int_equal(log.calls, 1);
+    assert_int_equal(log.layer, 3);
+    assert_int_equal(log.slot, 5);
+    assert_int_equal(log.pos, 41);
+    assert_int_equal(log.topk, 3);
+    double s[16];
+    uint32_t unused[16], ids[3] = {0, 7, 15};
+    route_reference(&t, logit, NULL, s, unused);
+    check_routes(&t, one_local_at(o, 0, routes), 0, s, ids);
+    one_free(o);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_conv),  cmocka_unit_test(test_conv_real), cmocka_unit_test(test_delta), cmocka_unit_test(test_delta_real),
+        cmocka_unit_test(test_route), cmocka_unit_test(test_route_hook),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
