@@ -68,6 +68,7 @@ struct mk_server {
     mk_streams *s;
     void *zmq, *router, *pub;
     char *build, *model;
+    char path[2][sizeof((struct sockaddr_un *)0)->sun_path]; /* of the bound sockets; "" : not bound */
     uint32_t max_clients;
     uint64_t beat_ns, stats_ns;
     void (*log)(void *arg, enum mk_server_level level, const char *line);
@@ -829,8 +830,8 @@ static int listening(const struct sockaddr_un *a)
     return yes;
 }
 
-/* Binds dir/name with mode 0660. Somebody who listens there is left alone: libzmq would take the path away from him. */
-static int bind_socket(void *sock, const char *dir, const char *name, mk_err *err)
+/* Binds dir/name with mode 0660 and notes the path. Somebody who listens there is left alone: libzmq would take the path away from him. */
+static int bind_socket(void *sock, const char *dir, const char *name, char *path, mk_err *err)
 {
     struct sockaddr_un a = {.sun_family = AF_UNIX};
     char url[sizeof a.sun_path + 8];
@@ -840,6 +841,7 @@ static int bind_socket(void *sock, const char *dir, const char *name, mk_err *er
     if (listening(&a)) return mk_fail(err, MK_E_RUNNING, "%s: another process listens there", a.sun_path);
     snprintf(url, sizeof url, "ipc://%s", a.sun_path);
     if (zmq_bind(sock, url)) return mk_fail(err, MK_E_SYSTEM, "%s: %s", a.sun_path, zmq_strerror(errno));
+    strcpy(path, a.sun_path);
     if (chmod(a.sun_path, 0660)) return mk_fail(err, MK_E_SYSTEM, "%s: chmod: %s", a.sun_path, strerror(errno));
     return MK_OK;
 }
@@ -878,7 +880,9 @@ mk_server *mk_server_new(const mk_server_config *cfg, mk_engine *e, mk_streams *
         mk_fail(err, MK_E_SYSTEM, "server: ZeroMQ: %s", zmq_strerror(errno));
         goto fail;
     }
-    if (bind_socket(v->router, cfg->dir, "req.sock", err) || bind_socket(v->pub, cfg->dir, "stats.sock", err)) goto fail;
+    if (bind_socket(v->router, cfg->dir, "req.sock", v->path[0], err) ||
+        bind_socket(v->pub, cfg->dir, "stats.sock", v->path[1], err))
+        goto fail;
     return v;
 fail:
     mk_server_destroy(&v);
@@ -893,6 +897,8 @@ void mk_server_destroy(mk_server **p)
     if (v->router) zmq_close(v->router);
     if (v->zmq)
         while (zmq_ctx_term(v->zmq) < 0 && errno == EINTR) {}
+    for (int i = 0; i < 2; i++) /* libzmq leaves them behind */
+        if (v->path[i][0]) unlink(v->path[i]);
     if (v->wake >= 0) close(v->wake);
     for (uint32_t i = 0; v->clients && i < v->max_clients; i++)
         if (v->clients[i].owner) client_forget(v, &v->clients[i]);
