@@ -4,7 +4,9 @@ CC      ?= gcc
 PREFIX  ?= /usr/local
 BUILD   ?= build
 NVCC    ?= $(firstword $(wildcard $(shell command -v nvcc 2>/dev/null) /usr/local/cuda/bin/nvcc))
+NVFLAGS ?= -O3 -arch=sm_90a
 SAN     ?=
+JOBS    ?= $(shell nproc)
 COMMIT  := $(shell git describe --always --dirty --abbrev=12 2>/dev/null || echo unknown)
 
 WARN    := -Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion -Wstrict-prototypes -Wmissing-prototypes -Wno-psabi
@@ -19,27 +21,40 @@ LIBOBJ  := $(LIBSRC:%.c=$(BUILD)/%.o)
 TESTS   := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c))
 TESTLIB := $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/support/*.c))
 
-.PHONY: help all deps test asan demo check-gpu bench install clean
+CUDA    := $(wildcard instructions/*.cu megakernel/*.cu host/*.cu tests/*.cu profiles/*.cu)
+DEPS    := build-essential libzmq3-dev libjansson-dev libcmocka-dev libnuma-dev python3 python3-zmq
+
+.PHONY: help all tests deps test asan demo check-gpu bench install clean FORCE
 .SECONDARY:
 help:
 	@echo 'make deps         install what a fresh Debian 12 needs (apt; root or sudo)'
 	@echo 'make all          build mkd, mkctl and the client library into $(BUILD)/'
 	@echo 'make test         build and run every test (no GPU needed), plain and with sanitizers'
-	@echo 'make demo         start the daemon on the small checkpoint, stream a generation, stop'
+	@echo 'make asan         the same with the address and undefined-behaviour sanitizers only'
+	@echo 'make demo         start the daemon on the small checkpoint, stream a generation, stop (PROMPT=, SEED=)'
 	@echo 'make check-gpu    GPU tests; run on the machine with the GPU'
 	@echo 'make bench        benchmarks; JSON under profiles/results/'
 	@echo 'make install PREFIX=/usr/local DESTDIR='
 
 all: $(BUILD)/mkd $(BUILD)/mkctl $(BUILD)/libmkd-client.a
+tests: all $(TESTS)
 ifeq ($(NVCC),)
+all:
 	@echo 'nvcc not found: built for the CPU twin only'
+else
+all: $(CUDA:%.cu=$(BUILD)/%.cu.o)
+$(BUILD)/%.cu.o: %.cu
+	@mkdir -p $(@D)
+	$(NVCC) -std=c++17 -I. -lineinfo $(NVFLAGS) -MMD -MP -c -o $@ $<
 endif
 
-$(BUILD)/build.o: .FORCE
-.PHONY: .FORCE
 $(BUILD)/%.o: %.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c -o $@ $<
+$(BUILD)/commit: FORCE
+	@mkdir -p $(@D)
+	@echo '$(COMMIT)' | cmp -s - $@ || echo '$(COMMIT)' > $@
+$(BUILD)/host/version.o: $(BUILD)/commit
 $(BUILD)/host/version.o: override CFLAGS += -DMK_COMMIT='"$(COMMIT)"'
 
 $(BUILD)/libmk.a: $(LIBOBJ)
@@ -52,6 +67,40 @@ $(BUILD)/mkctl: $(BUILD)/ipc/mkctl.o $(BUILD)/libmk.a
 	$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a
 	$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
+
+deps:
+	@missing=$$(for p in $(DEPS); do dpkg-query -W -f '$${db:Status-Status}' $$p 2>/dev/null | grep -qx installed || echo $$p; done); \
+	if [ -z "$$missing" ]; then echo 'everything is installed'; exit 0; fi; \
+	root=; if [ $$(id -u) != 0 ]; then root=sudo; fi; \
+	$$root apt-get update -q && $$root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $$missing
+
+# The sanitizers' build lives in $(BUILD)/asan.
+ASAN    := BUILD=$(BUILD)/asan CFLAGS='-O2 -g' SAN='-fsanitize=address,undefined -fno-sanitize-recover=all' NVCC=
+test:
+	+@$(MAKE) --no-print-directory -j$(JOBS) tests
+	+@$(MAKE) --no-print-directory -j$(JOBS) $(ASAN) tests
+	@tests/run.sh $(BUILD) $(BUILD)/asan
+asan:
+	+@$(MAKE) --no-print-directory -j$(JOBS) $(ASAN) tests
+	@tests/run.sh $(BUILD)/asan
+demo:
+	+@$(MAKE) --no-print-directory -j$(JOBS) all
+	@BUILD=$(BUILD) tests/demo.sh
+
+check-gpu bench:
+	@if [ ! -e /dev/nvidiactl ]; then echo 'make $@: no NVIDIA driver on this machine' >&2; \
+	else echo 'make $@: not built yet: this tree has no GPU kernel' >&2; fi; exit 1
+
+# Headers keep their paths: compile clients with -I$(PREFIX)/include/mkd and link -lmkd-client -lzmq.
+install: all
+	install -d $(addprefix $(DESTDIR)$(PREFIX)/,bin lib include/mkd/ipc include/mkd/host share/mkd share/doc/mkd lib/systemd/system)
+	install -m 755 $(BUILD)/mkd $(BUILD)/mkctl $(DESTDIR)$(PREFIX)/bin
+	install -m 644 $(BUILD)/libmkd-client.a $(DESTDIR)$(PREFIX)/lib
+	install -m 644 ipc/client.h ipc/wire.h $(DESTDIR)$(PREFIX)/include/mkd/ipc
+	install -m 644 host/err.h $(DESTDIR)$(PREFIX)/include/mkd/host
+	install -m 644 ipc/mkd_client.py $(DESTDIR)$(PREFIX)/share/mkd
+	install -m 644 README.md LICENSE ipc/PROTOCOL.md $(DESTDIR)$(PREFIX)/share/doc/mkd
+	sed 's|@PREFIX@|$(PREFIX)|g' host/mkd.service > $(DESTDIR)$(PREFIX)/lib/systemd/system/mkd.service
 
 clean:
 	rm -rf $(BUILD)

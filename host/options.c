@@ -99,7 +99,7 @@ static int set(mk_options *o, const opt *d, const char *v, const char *where, mk
     switch (d->type) {
     case OPT_PATH:
     case OPT_FILE:
-        if (!v[0] && v != d->dflt) return mk_fail(err, MK_E_USAGE, "%s: expected a path, found nothing", where);
+        if (!v[0]) return mk_fail(err, MK_E_USAGE, "%s: expected a path, found nothing", where);
         if (strlen(v) >= PATH_MAX) return mk_fail(err, MK_E_USAGE, "%s: the path is longer than %d bytes", where, PATH_MAX - 1);
         strcpy(base, v);
         return MK_OK;
@@ -161,7 +161,7 @@ static int defaults(mk_options *o, mk_err *err)
     for (int i = 0; i < N_OPT; i++) {
         if (table[i].type == OPT_MODE || table[i].type == OPT_FILE) continue;
         strcpy(o->source[i], "default");
-        if (table[i].dflt && set(o, &table[i], table[i].dflt, table[i].name, err)) return MK_E_BUG;
+        if (table[i].dflt && table[i].dflt[0] && set(o, &table[i], table[i].dflt, table[i].name, err)) return MK_E_BUG;
     }
     return MK_OK;
 }
