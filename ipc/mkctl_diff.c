@@ -8,7 +8,6 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #define CHUNK MK_MAX_ROWS
 
@@ -151,35 +150,23 @@ int mkctl_diff(int argc, char **argv)
 {
     mk_session_config c = {0};
     double tolerance = 0.1;
+    const char *text = NULL;
+    const mkctl_flag flags[] = {
+        {"--ids", MKCTL_TEXT, &text, "tokens to run, 1,2,3"},
+        {"--workers", MKCTL_U32, &c.workers, "virtual workers; 0: 8"},
+        {"--tolerance", MKCTL_REAL, &tolerance, "largest error that is no divergence, in RMS of the vector"},
+    };
+    size_t given = 0;
+    int rc = mkctl_flags(argc, argv, flags, sizeof flags / sizeof flags[0], &c.dir, 1, &given);
+    if (rc) return rc < 0 ? MK_OK : rc;
+    if (!given) return mkctl_usage("diff: name a checkpoint directory");
+    if (!text) return mkctl_usage("diff: --ids: name the tokens to run");
     uint32_t *ids = NULL, n = 0;
     mk_err err = {0};
-    for (int i = 1; i < argc; i++) {
-        const char *a = argv[i], *v = i + 1 < argc ? argv[i + 1] : NULL;
-        char *end = NULL;
-        if (a[0] != '-') {
-            if (c.dir) return mkctl_usage("diff: one model at a time: %s and %s", c.dir, a);
-            c.dir = a;
-            continue;
-        }
-        if (!v) return mkctl_usage("diff: %s needs a value", a);
-        i++;
-        if (!strcmp(a, "--workers")) {
-            c.workers = (uint32_t)strtoul(v, &end, 10);
-        } else if (!strcmp(a, "--tolerance")) {
-            tolerance = strtod(v, &end);
-        } else if (!strcmp(a, "--ids")) {
-            int rc = mkctl_parse_ids(v, &ids, &n, &err);
-            if (rc) return mkctl_usage("diff: --ids: %s", err.msg);
-        } else {
-            return mkctl_usage("diff: unknown flag %s (have --ids 1,2,3 --workers N --tolerance X)", a);
-        }
-        if (end && (*end || end == v)) return mkctl_usage("diff: %s: expected a number, found \"%s\"", a, v);
-    }
-    if (!c.dir) return mkctl_usage("diff: name a checkpoint directory");
-    if (!n) return mkctl_usage("diff: --ids: name the tokens to run");
+    if (mkctl_parse_ids(text, &ids, &n, &err)) return mkctl_usage("diff: --ids: %s", err.msg);
     c.context = (n + 2 + MK_PAGE) / MK_PAGE * MK_PAGE;
-    int rc = run(&c, ids, n, tolerance, &err);
-    if (rc) fprintf(stderr, "mkctl diff: %s\n", err.msg);
+    rc = run(&c, ids, n, tolerance, &err);
+    if (rc) mkctl_failed("diff", &err);
     free(ids);
     return rc;
 }

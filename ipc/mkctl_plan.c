@@ -1,4 +1,4 @@
-/* mkctl plan | validate | diff: what can be said about a model without a daemon. */
+/* mkctl plan MODEL: what a model costs on N workers. Needs a config.json and no weights. */
 #include "ipc/mkctl.h"
 
 #include "host/planner.h"
@@ -84,36 +84,22 @@ static void print_memory(const mk_plan *plan, uint64_t memory)
 
 int mkctl_plan(int argc, char **argv)
 {
-    uint32_t workers = 8, context = 2048;
-    uint64_t memory = 0;
+    uint32_t workers = 8, context = 2048, smem_kb = 0;
     double gb = 130;
     const char *path = NULL, *weights = "auto", *out = NULL;
-    for (int i = 1; i < argc; i++) {
-        const char *a = argv[i], *v = i + 1 < argc ? argv[i + 1] : NULL;
-        char *end = NULL;
-        if (a[0] != '-') {
-            if (path) return mkctl_usage("plan: one model at a time: %s and %s", path, a);
-            path = a;
-            continue;
-        }
-        if (!v) return mkctl_usage("plan: %s needs a value", a);
-        if (!strcmp(a, "--workers"))
-            workers = (uint32_t)strtoul(v, &end, 10);
-        else if (!strcmp(a, "--context"))
-            context = (uint32_t)strtoul(v, &end, 10);
-        else if (!strcmp(a, "--memory-gb"))
-            gb = strtod(v, &end);
-        else if (!strcmp(a, "--weights"))
-            weights = v;
-        else if (!strcmp(a, "--out"))
-            out = v;
-        else
-            return mkctl_usage("plan: unknown flag %s (have --workers N --context N --memory-gb G --weights auto|fp8|bf16 --out FILE)", a);
-        if (end && (*end || end == v)) return mkctl_usage("plan: %s: expected a number, found \"%s\"", a, v);
-        i++;
-    }
-    if (!path) return mkctl_usage("plan: name a checkpoint directory or a config.json");
-    memory = (uint64_t)(gb * 1e9);
+    const mkctl_flag flags[] = {
+        {"--workers", MKCTL_U32, &workers, "workers (SMs) to plan for"},
+        {"--context", MKCTL_U32, &context, "tokens a stream holds, for the bytes of a token"},
+        {"--weights", MKCTL_TEXT, &weights, "auto, fp8 or bf16"},
+        {"--memory-gb", MKCTL_REAL, &gb, "memory to fill with streams"},
+        {"--smem-kb", MKCTL_U32, &smem_kb, "shared memory of a worker (227 on Hopper); 0: no limit, twin only"},
+        {"--out", MKCTL_TEXT, &out, "write the program to this file"},
+    };
+    size_t n = 0;
+    int rc = mkctl_flags(argc, argv, flags, sizeof flags / sizeof flags[0], &path, 1, &n);
+    if (rc) return rc < 0 ? MK_OK : rc;
+    if (!n) return mkctl_usage("plan: name a checkpoint directory or a config.json");
+    if (!context) return mkctl_usage("plan: --context: expected at least 1");
     enum mk_weights_mode mode = MK_WEIGHTS_AUTO;
     if (!strcmp(weights, "fp8"))
         mode = MK_WEIGHTS_FP8;
@@ -126,11 +112,11 @@ int mkctl_plan(int argc, char **argv)
     mk_model *m = NULL;
     mk_plan *plan = NULL;
     mk_validation val;
-    mk_plan_config pc = {.workers = workers, .max_context = context, .kv_pages = (context + MK_PAGE - 1) / MK_PAGE, .state_slots = 1};
-    int rc;
+    mk_plan_config pc = {.workers = workers, .max_context = context, .kv_pages = (context + MK_PAGE - 1) / MK_PAGE, .state_slots = 1,
+                         .smem_limit = smem_kb * 1024};
     if ((rc = mk_model_read(path, &m, &err)) || (rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
         (rc = mk_validate(plan->prog, &val, &err)) || (out && (rc = mk_program_save(plan->prog, out, &err)))) {
-        fprintf(stderr, "mkctl plan: %s\n", err.msg);
+        rc = mkctl_failed("plan", &err);
     } else {
         print_layers(m);
         printf("workers    %u\n", workers);
@@ -140,10 +126,12 @@ int mkctl_plan(int argc, char **argv)
                w / 1e6, s / 1e6, kv / 1e6);
         uint32_t unexplained = print_phases(plan);
         mkctl_print_validation(plan->prog, &val);
-        print_memory(plan, memory);
+        print_memory(plan, (uint64_t)(gb * 1e9));
         if (out) printf("written    %s\n", out);
-        if (unexplained) rc = mk_fail(&err, MK_E_BUG, "%u phases are over 3 %% without a reason", unexplained);
-        if (rc) fprintf(stderr, "mkctl plan: %s\n", err.msg);
+        if (unexplained) {
+            mk_fail(&err, MK_E_BUG, "%u kinds of phase are over 3 %% without a reason", unexplained);
+            rc = mkctl_failed("plan", &err);
+        }
     }
     mk_plan_destroy(&plan);
     mk_model_destroy(&m);

@@ -1,6 +1,8 @@
 /* mkd against Hugging Face transformers (tests/oracle): the gates of design.md section 11, their negative controls, and row invariance
  * on the same checkpoint. */
+#include "tests/support/edit.h"
 #include "tests/support/rig.h"
+#include "tests/support/tmp.h"
 
 #include "host/checkpoint.h"
 
@@ -55,7 +57,7 @@ typedef struct result {
     const golden *g;
     float *logits; /* [PROMPT][VOCAB] as seen */
     uint32_t positions, router_wrong;
-    double max_err, rms, max_kl;
+    double max_err, rms, max_kl, mean_kl;
 } result;
 
 static void on_logits(void *arg, const mk_row *row, const float *l)
@@ -78,6 +80,7 @@ static void on_logits(void *arg, const mk_row *row, const float *l)
         kl += exp(p) * (p - q);
     }
     if (!(kl <= r->max_kl)) r->max_kl = kl;
+    r->mean_kl += kl / PROMPT;
     r->positions++;
 }
 
@@ -245,11 +248,123 @@ static void other_worker_counts(void **state)
     mk_checkpoint_close(&g.file);
 }
 
+/* ---- the same weights in other dtypes, and wrong ones --------------------------------------------------------------- */
+
+/* FP8 with power-of-two scales is exact in every dtype: one golden serves them all. */
+static void stored_otherwise(void **state)
+{
+    (void)state;
+    golden g = load();
+    const enum mk_st_dtype as[3] = {MK_ST_BF16, MK_ST_F32, MK_ST_F16};
+    const char *name[3] = {"BF16", "F32", "F16"};
+    for (int i = 0; i < 3; i++) {
+        char *dir = mk_tmp_dir();
+        mk_err err = {0};
+        if (mk_edit_checkpoint(DIR, dir, as[i], NULL, NULL, &err)) fail_msg("%s", err.msg);
+        result r = forced(&g, &(mk_session_config){.dir = dir, .act_f32 = 1}, PROMPT, NULL);
+        print_message("stored as %s: max error / RMS %.2e\n", name[i], r.max_err / r.rms);
+        assert_true(r.max_err / r.rms <= 1e-4);
+        assert_int_equal(r.router_wrong, 0);
+        /* converted to FP8 blocks with scales of its own: 3 bits of mantissa, and some routes flip */
+        r = forced(&g, &(mk_session_config){.dir = dir, .weights = MK_WEIGHTS_FP8}, PROMPT, NULL);
+        print_message("    converted to FP8 blocks: mean KL %.2e, max %.2e, router choices wrong %u\n", r.mean_kl, r.max_kl, r.router_wrong);
+        assert_true(r.mean_kl <= 0.1);
+        mk_tmp_remove(&dir);
+    }
+    mk_checkpoint_close(&g.file);
+}
+
+/* A kernel that makes the mistake computes what the right one computes from weights edited like this. */
+static int has(const mk_edit_tensor *t, const char *part)
+{
+    return strstr(t->name, part) != NULL;
+}
+static uint64_t size(const mk_edit_tensor *t)
+{
+    uint64_t n = 1;
+    for (uint32_t i = 0; i < t->ndim; i++) n *= t->shape[i];
+    return n;
+}
+static void fill(mk_edit_tensor *t, uint64_t first, uint64_t n, float v)
+{
+    for (uint64_t i = 0; i < n; i++) t->v[first + i] = v;
+    t->changed = 1;
+}
+static void no_edit(void *arg, mk_edit_tensor *t)
+{
+    (void)arg, (void)t;
+}
+static void drop_nope_slice(void *arg, mk_edit_tensor *t) /* k_pe out of the scores */
+{
+    (void)arg;
+    if (has(t, "kv_a_proj_with_mqa.weight")) fill(t, 512 * t->shape[1], 64 * t->shape[1], 0);
+}
+static void drop_router_bias(void *arg, mk_edit_tensor *t)
+{
+    (void)arg;
+    if (has(t, "e_score_correction_bias")) fill(t, 0, size(t), 0);
+}
+static void skip_decay(void *arg, mk_edit_tensor *t)
+{
+    (void)arg;
+    if (has(t, "A_log")) fill(t, 0, size(t), -60);
+}
+static void reverse_conv(void *arg, mk_edit_tensor *t)
+{
+    (void)arg;
+    if (!has(t, "_conv1d")) return;
+    for (uint64_t i = 0; i < size(t); i += 4)
+        for (int k = 0; k < 2; k++) {
+            float a = t->v[i + k];
+            t->v[i + k] = t->v[i + 3 - k];
+            t->v[i + 3 - k] = a;
+        }
+    t->changed = 1;
+}
+static void drop_shared_expert(void *arg, mk_edit_tensor *t)
+{
+    (void)arg;
+    if (has(t, "shared_experts.down_proj.weight")) fill(t, 0, size(t), 0);
+}
+
+static void negative_controls(void **state)
+{
+    (void)state;
+    golden g = load();
+    static const struct {
+        const char *name, *field, *value;
+        mk_edit_fn edit;
+        int right;
+    } control[] = {
+        {"nothing wrong", NULL, NULL, no_edit, 1},
+        {"NoPE slice dropped", NULL, NULL, drop_nope_slice, 0},
+        {"router bias dropped", NULL, NULL, drop_router_bias, 0},
+        {"decay skipped", NULL, NULL, skip_decay, 0},
+        {"convolution taps reversed", NULL, NULL, reverse_conv, 0},
+        {"wrong norm eps", "rms_norm_eps", "1e-5", no_edit, 0},
+        {"shared expert dropped", NULL, NULL, drop_shared_expert, 0},
+    };
+    for (size_t i = 0; i < sizeof control / sizeof control[0]; i++) {
+        char *dir = mk_tmp_dir();
+        mk_err err = {0};
+        if (mk_edit_checkpoint(DIR, dir, MK_ST_BF16, control[i].edit, NULL, &err)) fail_msg("%s", err.msg);
+        if (control[i].field) mk_edit_json(dir, "config.json", control[i].field, control[i].value);
+        result strict = forced(&g, &(mk_session_config){.dir = dir, .act_f32 = 1}, PROMPT, NULL);
+        result plain = forced(&g, &(mk_session_config){.dir = dir}, PROMPT, NULL);
+        print_message("%-26s strict: max error / RMS %.1e, default: max KL %.1e\n", control[i].name, strict.max_err / strict.rms, plain.max_kl);
+        assert_int_equal(strict.max_err / strict.rms <= 1e-4, control[i].right);
+        assert_int_equal(plain.max_kl <= 1e-3, control[i].right);
+        mk_tmp_remove(&dir);
+    }
+    mk_checkpoint_close(&g.file);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(strict_gate),       cmocka_unit_test(default_gate),       cmocka_unit_test(greedy_tokens),
         cmocka_unit_test(invariance_chunks), cmocka_unit_test(invariance_company), cmocka_unit_test(other_worker_counts),
+        cmocka_unit_test(stored_otherwise),  cmocka_unit_test(negative_controls),
     };
     return cmocka_run_group_tests_name("oracle: kimi_linear", tests, NULL, NULL);
 }
