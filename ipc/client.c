@@ -14,8 +14,7 @@
 #include <unistd.h>
 #include <zmq.h>
 
-#define WINDOW      4096u
-#define OUTSTANDING 4 /* messages of one append on their way */
+#define WINDOW 4096u
 
 /* A frame to be sent. */
 typedef struct frame {
@@ -59,6 +58,7 @@ struct mk_client_stream {
     mk_err append_err; /* first refusal of an append that nobody has been told of */
     uint64_t generation; /* request number of the generation that next() speaks of; 0: none */
     int over;            /* its DONE or its refusal has come */
+    int revoked;         /* cancelled, because an append before it was refused */
     mk_wire_done done;
     uint64_t done_ns;
     mk_err err; /* its refusal */
@@ -677,9 +677,9 @@ int mk_client_append(mk_client_stream *s, const uint32_t *ids, uint32_t n, float
     pthread_mutex_lock(&c->lock);
     uint32_t sent = 0;
     int rc = MK_OK;
-    while (!rc && (sent < n || s->n_appends)) {
-        if (s->append_err.code) break;
-        if (sent < n && s->n_appends < OUTSTANDING) {
+    /* A message at a time: behind one that was refused the next would land in the wrong place. */
+    while (!rc && (s->n_appends || (sent < n && !s->append_err.code))) {
+        if (!s->n_appends) {
             uint32_t k = n - sent < MK_WIRE_MAX_IDS ? n - sent : MK_WIRE_MAX_IDS;
             rc = append_post(s, ids + sent, k, logprobs ? logprobs + sent : NULL, err);
             sent += k;
@@ -706,7 +706,7 @@ int mk_client_generate(mk_client_stream *s, const mk_client_generation *g, mk_er
         grant(s, s->count);
         s->count = s->head = 0;
         s->generation = request;
-        s->over = 0;
+        s->over = s->revoked = 0;
         s->err.code = 0;
     }
     pthread_mutex_unlock(&s->c->lock);
@@ -721,13 +721,20 @@ int mk_client_next(mk_client_stream *s, mk_client_event *ev, int timeout_ms, mk_
     int rc = MK_OK;
     memset(ev, 0, sizeof *ev);
     if (!s->generation) rc = mk_fail(err, MK_E_BUG, "no generation was asked for in this stream");
-    while (!rc && !s->count && !s->over) {
-        if (s->append_err.code)
+    while (!rc && s->generation && (s->append_err.code || (!s->count && !s->over))) {
+        if (s->append_err.code && !s->revoked) { /* its prompt is not what was meant */
+            if (!s->over) rc = post(c, MK_WIRE_CANCEL, 0, s->id, 0, NULL, NULL, 0, err);
+            s->revoked = 1;
+        } else if (s->append_err.code && s->over) {
+            grant(s, s->count);
+            s->count = s->head = 0;
+            s->generation = 0;
             rc = append_error(s, err);
-        else if (c->lost.code)
+        } else if (c->lost.code) {
             rc = mk_fail(err, c->lost.code, "%s", c->lost.msg);
-        else if (wait_change(c, timeout_ms, &deadline) && !s->count && !s->over && !c->lost.code)
+        } else if (wait_change(c, timeout_ms, &deadline) && !s->count && !s->over && !c->lost.code) {
             rc = mk_fail(err, MK_E_TIMEOUT, "no token within %d ms", timeout_ms);
+        }
     }
     if (!rc && s->count) {
         const token_event *e = &s->queue[s->head];
@@ -736,8 +743,7 @@ int mk_client_next(mk_client_stream *s, mk_client_event *ev, int timeout_ms, mk_
         s->count--;
         grant(s, 1);
     } else if (!rc && s->err.code) {
-        rc = append_error(s, err); /* an append that was refused is why the generation was */
-        if (!rc) rc = mk_fail(err, s->err.code, "%s", s->err.msg);
+        rc = mk_fail(err, s->err.code, "%s", s->err.msg);
         s->generation = 0;
     } else if (!rc) {
         *ev = (mk_client_event){

@@ -60,7 +60,8 @@ uint32_t mk_client_stream_position(const mk_client_stream *s); /* tokens in it, 
 /* Adds n tokens (any n; long prompts go in several messages) and waits until they are processed. logprobs: NULL, or [n] floats that receive
  * the natural logarithm of each token's probability given what stands before it (NaN for the first token of a stream). */
 int mk_client_append(mk_client_stream *s, const uint32_t *ids, uint32_t n, float *logprobs, int timeout_ms, mk_err *err);
-/* The same without waiting and without logprobs: a refusal is reported by the next call of mk_client_append or mk_client_next. */
+/* One message (at most MK_WIRE_MAX_IDS tokens) without waiting, so that GENERATE can follow at once. A refusal is reported by the next call of
+ * mk_client_append, or of mk_client_next, which then cancels the generation behind it: its prompt was not what was meant. */
 int mk_client_append_async(mk_client_stream *s, const uint32_t *ids, uint32_t n, mk_err *err);
 
 typedef struct mk_client_generation {

@@ -7,7 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-struct mk_client;
+struct mk_program;
+struct mk_validation;
 
 /* fn gets the arguments from the command's name on (argv[0] is the name) and returns the exit code: enum mk_code. */
 struct mk_command {
@@ -45,7 +46,10 @@ typedef struct mkctl_flag {
 int mkctl_flags(int argc, char **argv, const mkctl_flag *flag, size_t n_flag, const char **rest, size_t most, size_t *n);
 
 /* "1,2,3" -> a malloc()ed array. MK_E_USAGE names what is no number. */
-int mkctl_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err);
+int mkctl_parse_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err);
+
+/* What `plan` and `validate` both say of a program that was proven (mkctl_validate.c). */
+void mkctl_print_validation(const struct mk_program *p, const struct mk_validation *v);
 
 /* Prints "mkctl: <message>" to stderr and returns MK_E_USAGE. */
 int mkctl_usage(const char *fmt, ...) __attribute__((format(printf, 1, 2)));

@@ -132,7 +132,7 @@ int mkctl_flags(int argc, char **argv, const mkctl_flag *flag, size_t n_flag, co
     return 0;
 }
 
-int mkctl_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err)
+int mkctl_parse_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err)
 {
     size_t most = 1;
     for (const char *p = text; *p; p++) most += *p == ',';

@@ -100,9 +100,9 @@ static int drive(mk_client_stream *s, const uint32_t *ids, uint32_t n, const mk_
 static int prompt_of(const char *ids, const char *bytes, const char *bos, uint32_t **out, uint32_t *n, mk_err *err)
 {
     uint32_t *a = NULL, na = 0, *b = NULL, nb = 0;
-    int rc = bos ? mkctl_ids(bos, &a, &na, err) : MK_OK;
+    int rc = bos ? mkctl_parse_ids(bos, &a, &na, err) : MK_OK;
     if (!rc && bos && na != 1) rc = mk_fail(err, MK_E_USAGE, "--bos: expected one id, found %u", na);
-    if (!rc && ids) rc = mkctl_ids(ids, &b, &nb, err);
+    if (!rc && ids) rc = mkctl_parse_ids(ids, &b, &nb, err);
     if (!rc && bytes) nb = (uint32_t)strlen(bytes);
     uint32_t *p = rc ? NULL : malloc((na + (size_t)nb + 1) * sizeof *p);
     if (!rc && !p) rc = mk_fail(err, MK_E_SYSTEM, "out of memory");
@@ -157,7 +157,7 @@ int mkctl_generate(int argc, char **argv)
                            .top_k = top_k,
                            .seed = seed,
                            .own_stop = stop != NULL};
-    if ((rc = prompt_of(ids, bytes, bos, &prompt, &n, &err)) || (stop && (rc = mkctl_ids(stop, &stops, &o.n_stop, &err)))) goto out;
+    if ((rc = prompt_of(ids, bytes, bos, &prompt, &n, &err)) || (stop && (rc = mkctl_parse_ids(stop, &stops, &o.n_stop, &err)))) goto out;
     if (!n) rc = mk_fail(&err, MK_E_USAGE, "the prompt is empty");
     if (o.n_stop > MK_WIRE_MAX_STOP) rc = mk_fail(&err, MK_E_USAGE, "--stop: %u ids, the limit is %u", o.n_stop, MK_WIRE_MAX_STOP);
     if (rc) goto out;

@@ -382,23 +382,21 @@ class Stream:
     def append(self, ids, logprobs=False, timeout=None):
         """Adds token ids (any number) and waits until they are processed. With logprobs: the list of the tokens' natural log
         probabilities, NaN for the first token of a stream."""
-        c, ids, sent, requests = self.client, list(ids), 0, []
+        c, ids, sent = self.client, list(ids), 0
         end = None if timeout is None else time.monotonic() + timeout
         with c._changed:
             self._logprobs = []
-            while sent < len(ids) or self._appends:
-                if self._append_error:
-                    break
-                if sent < len(ids) and len(self._appends) < 4:
+            # A message at a time: behind one that was refused the next would land in the wrong place.
+            while self._appends or (sent < len(ids) and not self._append_error):
+                if not self._appends:
                     part = ids[sent:sent + MAX_IDS]
                     request = c._number()
                     c._post(encode("APPEND", APPEND_LOGPROBS if logprobs else 0, self.id, request, part))
                     self._appends[request] = len(part)
                     sent += len(part)
                 else:
-                    n = len(self._appends)
                     left = None if end is None else max(0.0, end - time.monotonic())
-                    c._wait(lambda: len(self._appends) < n, left, "APPEND")
+                    c._wait(lambda: not self._appends, left, "APPEND")
             error, self._append_error = self._append_error, None
             if error:
                 raise error

@@ -45,6 +45,7 @@ typedef struct stream {
     uint32_t length;     /* tokens in it, outstanding appends included */
     append *first, **last;
     uint64_t prompt_ns, prompt_end_ns; /* appends since the last generation: how long they took, when the last one was through */
+    int closing;                       /* CLOSE was accepted */
     uint64_t request;                  /* of the tokens below */
     uint32_t position, n;
     mk_wire_token token[BATCH];
@@ -233,7 +234,7 @@ static void send_msg(mk_server *v, client *c, uint16_t type, uint64_t stream_id,
     c->gone = 1;
     v->n_gone++;
     if (rc == EAGAIN) v->overruns++;
-    say(v, MK_SERVER_INFO, "client \"%s\" %s", c->name, rc == EAGAIN ? "does not read its messages" : "is gone");
+    say(v, MK_SERVER_DEBUG, "client \"%s\" %s", c->name, rc == EAGAIN ? "does not read its messages" : "is gone");
 }
 
 /* ERR to whoever sent the frame, known or not. */
@@ -489,6 +490,17 @@ static void on_generate(mk_server *v, client *c, const mk_wire_msg *m)
         answer_mk(v, c, m, &err);
 }
 
+static void on_close(mk_server *v, client *c, const mk_wire_msg *m)
+{
+    mk_err err = {0};
+    if (mk_streams_close(v->s, c->owner, m->h.stream, m->h.request, &err)) {
+        answer_mk(v, c, m, &err);
+        return;
+    }
+    stream *t = stream_by_id(v, m->h.stream);
+    if (t) t->closing = 1;
+}
+
 static void on_stats(mk_server *v, client *c, const mk_wire_msg *m)
 {
     char *text = statistics(v);
@@ -517,9 +529,7 @@ static void on_message(mk_server *v, client *c, const mk_wire_msg *m)
     case MK_WIRE_CANCEL:
         if (mk_streams_cancel(v->s, c->owner, m->h.stream, &err)) answer_mk(v, c, m, &err);
         break;
-    case MK_WIRE_CLOSE:
-        if (mk_streams_close(v->s, c->owner, m->h.stream, m->h.request, &err)) answer_mk(v, c, m, &err);
-        break;
+    case MK_WIRE_CLOSE: on_close(v, c, m); break;
     case MK_WIRE_CREDIT:
         if (mk_streams_credit(v->s, c->owner, m->h.stream, m->credit.tokens, &err)) answer_mk(v, c, m, &err);
         break;
@@ -681,11 +691,14 @@ static void reports(mk_server *v)
 
 /* ---- the loop ------------------------------------------------------------------------------------------------------- */
 
+/* Forgets a client and what it has. One that has closed its streams and left without waiting for the answers was not dropped. */
 static void drop(mk_server *v, client *c, const char *why)
 {
-    uint32_t n = mk_streams_drop_owner(v->s, c->owner);
-    v->dropped++;
-    say(v, MK_SERVER_WARN, "client \"%s\" dropped, %u streams closed: %s", c->name, n, why);
+    uint32_t open = 0;
+    for (const stream *t = c->streams; t; t = t->next) open += !t->closing;
+    mk_streams_drop_owner(v->s, c->owner);
+    v->dropped += open != 0;
+    if (open) say(v, MK_SERVER_WARN, "client \"%s\" dropped, %u streams closed: %s", c->name, open, why);
     if (!c->gone) {
         mk_wire_header none = {0};
         send_err(v, c->id, c->id_size, &none, MK_WIRE_E_DROPPED, "client dropped, its streams are closed: %s", why);

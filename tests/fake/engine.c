@@ -206,7 +206,7 @@ static fake_stream *fake_find(mk_streams *s, uint64_t owner, uint64_t id, mk_err
 static int fake_append(mk_streams *s, fake_stream *t, const uint32_t *tokens, uint32_t n, int logprobs, uint64_t tag, mk_err *err)
 {
     if (t->running) return mk_fail(err, MK_E_WIRE, "stream %llu is busy with a generation", (unsigned long long)t->id);
-    if (t->n_append == MK_MAX_APPENDS) return mk_fail(err, MK_E_CAPACITY, "%u appends are outstanding", t->n_append);
+    if (t->n_append == MK_MAX_APPENDS) return mk_fail(err, MK_E_WIRE, "%u appends are outstanding", t->n_append);
     if (n > t->context - t->length)
         return mk_fail(err, MK_E_WIRE, "%u tokens after %u are over the stream's context of %u", n, t->length, t->context);
     for (uint32_t i = 0; i < n; i++)

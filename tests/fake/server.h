@@ -17,14 +17,14 @@ typedef struct rig {
     void *zmq;
 } rig;
 
-static void *rig_run(void *arg)
+static inline void *rig_run(void *arg)
 {
     rig *r = arg;
     r->rc = mk_server_run(r->v, &r->err);
     return NULL;
 }
 
-static rig *rig_start(uint32_t beat_ms)
+static inline rig *rig_start(uint32_t beat_ms)
 {
     rig *r = calloc(1, sizeof *r);
     atomic_store(&fake_us, 200);
@@ -42,14 +42,14 @@ static rig *rig_start(uint32_t beat_ms)
 }
 
 /* Waits for mk_server_run to return; its code. */
-static int rig_join(rig *r)
+static inline int rig_join(rig *r)
 {
     if (!r->stopped) pthread_join(r->thread, NULL);
     r->stopped = 1;
     return r->rc;
 }
 
-static void rig_stop(rig *r)
+static inline void rig_stop(rig *r)
 {
     char path[256];
     if (!r->stopped) mk_server_abort(r->v);
@@ -76,7 +76,7 @@ typedef struct raw {
     char text[1100];
 } raw;
 
-static raw *raw_new(rig *r)
+static inline raw *raw_new(rig *r)
 {
     raw *c = calloc(1, sizeof *c);
     char url[256];
@@ -87,18 +87,18 @@ static raw *raw_new(rig *r)
     return c;
 }
 
-static void raw_free(raw *c)
+static inline void raw_free(raw *c)
 {
     zmq_close(c->sock);
     free(c);
 }
 
-static void raw_bytes(raw *c, const void *p, size_t n)
+static inline void raw_bytes(raw *c, const void *p, size_t n)
 {
     assert_int_equal(zmq_send(c->sock, p, n, 0), n);
 }
 
-static void raw_send(raw *c, uint16_t type, uint32_t flags, uint64_t stream, uint64_t request, const void *fixed, const void *items)
+static inline void raw_send(raw *c, uint16_t type, uint32_t flags, uint64_t stream, uint64_t request, const void *fixed, const void *items)
 {
     unsigned char *f = malloc(MK_WIRE_MAX_FRAME);
     size_t n = mk_wire_encode(f, MK_WIRE_MAX_FRAME, type, flags, stream, request, fixed, items);
@@ -108,7 +108,7 @@ static void raw_send(raw *c, uint16_t type, uint32_t flags, uint64_t stream, uin
 }
 
 /* The next message that is no PING, into c->m; its type, 0 when none comes in time. PINGs are answered. */
-static int raw_recv(raw *c, int timeout_ms)
+static inline int raw_recv(raw *c, int timeout_ms)
 {
     uint64_t end = fake_now() + (uint64_t)timeout_ms * 1000000;
     for (;;) {
@@ -129,7 +129,7 @@ static int raw_recv(raw *c, int timeout_ms)
     }
 }
 
-static void raw_expect(raw *c, int type)
+static inline void raw_expect(raw *c, int type)
 {
     int got = raw_recv(c, 5000);
     if (got != type)
@@ -138,7 +138,7 @@ static void raw_expect(raw *c, int type)
 }
 
 /* The next message is an ERR with this code, about this type, with this in its text. */
-static void raw_expect_err(raw *c, int code, int about, const char *text)
+static inline void raw_expect_err(raw *c, int code, int about, const char *text)
 {
     raw_expect(c, MK_WIRE_ERR);
     if (c->m.err.code != code || c->m.err.about != about || !strstr(c->text, text))
@@ -146,14 +146,14 @@ static void raw_expect_err(raw *c, int code, int about, const char *text)
                  mk_wire_type_name((uint16_t)about), text, mk_wire_error_name(c->m.err.code), mk_wire_type_name(c->m.err.about), c->text);
 }
 
-static void raw_hello(raw *c)
+static inline void raw_hello(raw *c)
 {
     raw_send(c, MK_WIRE_HELLO, 0, 0, 11, &(mk_wire_hello){.newest = 1, .n = 3}, "raw");
     raw_expect(c, MK_WIRE_WELCOME);
     assert_int_equal(c->m.h.request, 11);
 }
 
-static uint64_t raw_open(raw *c, uint32_t window)
+static inline uint64_t raw_open(raw *c, uint32_t window)
 {
     raw_send(c, MK_WIRE_OPEN, 0, 0, 12, &(mk_wire_open){.window = window}, NULL);
     raw_expect(c, MK_WIRE_OPENED);
@@ -161,18 +161,18 @@ static uint64_t raw_open(raw *c, uint32_t window)
     return c->m.h.stream;
 }
 
-static void raw_append(raw *c, uint64_t stream)
+static inline void raw_append(raw *c, uint64_t stream)
 {
     raw_send(c, MK_WIRE_APPEND, 0, stream, 13, &(mk_wire_append){.n = 3}, (uint32_t[]){1, 2, 3});
 }
 
-static void raw_generate(raw *c, uint64_t stream, uint32_t n, uint64_t request)
+static inline void raw_generate(raw *c, uint64_t stream, uint32_t n, uint64_t request)
 {
     raw_send(c, MK_WIRE_GENERATE, 0, stream, request, &(mk_wire_generate){.max_new = n}, NULL);
 }
 
 /* A client with one stream that holds three tokens. */
-static raw *raw_ready(rig *r, uint32_t window, uint64_t *stream)
+static inline raw *raw_ready(rig *r, uint32_t window, uint64_t *stream)
 {
     raw *c = raw_new(r);
     raw_hello(c);
@@ -184,7 +184,7 @@ static raw *raw_ready(rig *r, uint32_t window, uint64_t *stream)
 
 /* Takes tokens of `stream` from position `from` on, in order and with the double's values, until DONE (returned type) or until nothing
  * comes for `timeout_ms` (0). *n counts them. */
-static int raw_tokens(raw *c, uint64_t stream, uint32_t from, int timeout_ms, uint32_t *n)
+static inline int raw_tokens(raw *c, uint64_t stream, uint32_t from, int timeout_ms, uint32_t *n)
 {
     *n = 0;
     for (;;) {
@@ -203,7 +203,7 @@ static int raw_tokens(raw *c, uint64_t stream, uint32_t from, int timeout_ms, ui
     }
 }
 
-static void raw_alive(raw *c)
+static inline void raw_alive(raw *c)
 {
     raw_send(c, MK_WIRE_PING, 0, 0, 99, &(mk_wire_ping){.cookie = 0x1122334455667788}, NULL);
     raw_expect(c, MK_WIRE_PONG);
@@ -212,7 +212,7 @@ static void raw_alive(raw *c)
 }
 
 /* A number out of the statistics: the first `"key":` behind `"group":`. */
-static long raw_stat(raw *c, const char *group, const char *key)
+static inline long raw_stat(raw *c, const char *group, const char *key)
 {
     char name[64];
     raw_send(c, MK_WIRE_STATS, 0, 0, 14, NULL, NULL);
@@ -227,7 +227,7 @@ static long raw_stat(raw *c, const char *group, const char *key)
 }
 
 /* Waits until the statistic has that value. */
-static void raw_until(raw *c, const char *group, const char *key, long value)
+static inline void raw_until(raw *c, const char *group, const char *key, long value)
 {
     for (int i = 0; i < 250; i++) {
         if (raw_stat(c, group, key) == value) return;
