@@ -86,7 +86,7 @@ int mkctl_score(int argc, char **argv)
     }
     for (size_t at = 0, piece = 0; at < n; piece++) {
         uint32_t m = n - at < window - 1 ? (uint32_t)(n - at) : window - 1;
-        double bits;
+        double bits = 0;
         if ((rc = score_piece(c, bos, text + at, m, &bits, &err))) goto done;
         if (verbose) printf("piece %zu: %u bytes, %.3f bits\n", piece, m, bits);
         total += bits;
