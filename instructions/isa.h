@@ -303,7 +303,7 @@ typedef struct mk_insn {
     uint16_t signal_pub;
     uint16_t signal_slice;
     uint32_t seq;         /* index in its queue */
-    mk_wait wait[3];
+    mk_wait wait[3];      /* nwait of them; the others are {MK_NONE, 0, 0, 0}. No signal: signal_vec MK_NONE, pub and slice 0 */
     uint32_t tape_bytes;  /* static tape this instruction consumes, a multiple of 128 */
     uint32_t pad;
     uint64_t tape_off;    /* where in the worker's tape: the sum of the tape_bytes before it */

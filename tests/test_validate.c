@@ -252,7 +252,7 @@ static void shapes(void **state)
     BREAK(IN(3, DELTA_STEP, 0)->delta.z_off = 0, "DELTA_STEP", "reads z, values [0, 8) of fz");
     BREAK(IN(1, DELTA_STEP, 0)->delta.b_off = 0, "DELTA_STEP", "reads b, values [0, 1) of low");
     BREAK(VEC("o")->trailer = 0, "DELTA_STEP", "publishes a trailer, o has none");
-    BREAK(VEC("low")->trailer = 1; VEC("low")->slice_packets = 2, "GEMV", "publishes no trailer, low has one");
+    BREAK(VEC("fz")->trailer = 1, "GEMV", "publishes no trailer, fz has one");
     BREAK(IN(1, MLA_PARTIAL, 0)->mla.in_off = 12, "MLA_PARTIAL", "q_pe of the last head");
     BREAK(IN(1, MLA_PARTIAL, 0)->mla.heads = 3, "MLA_PARTIAL", "expected all 4");
     BREAK(IN(1, MLA_PARTIAL, 0)->mla.parts = 5, "MLA_PARTIAL", "part 1 of 5, partial takes 4 signals");
