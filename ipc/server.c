@@ -374,7 +374,7 @@ static void on_hello(mk_server *v, client *c, const mk_wire_msg *m)
     add_string(text, &n, 250, mk_engine_device(v->e));
     w.n = n;
     send_msg(v, c, MK_WIRE_WELCOME, 0, m->h.request, &w, text);
-    say(v, MK_SERVER_INFO, "client \"%s\" says hello", c->name);
+    say(v, MK_SERVER_DEBUG, "client \"%s\" says hello", c->name);
 }
 
 /* Copies n stop ids; refuses those outside the vocabulary. */

@@ -197,13 +197,13 @@ static void test_cancel_and_timeouts(void **state)
 static void test_busy_program(void **state)
 {
     (void)state;
-    rig *r = rig_start(40);
+    rig *r = rig_start(150);
     mk_client *c = client_of(r);
     mk_err e = {0};
     mk_client_stream *s = mk_client_open(c, &(mk_client_options){.window = 16, .own_stop = 1}, 5000, &e);
     OK(mk_client_append(s, (uint32_t[]){1, 2, 3}, 3, NULL, 5000, err));
     OK(mk_client_generate(s, &(mk_client_generation){.max_new = 500}, err));
-    usleep(600000); /* fifteen intervals */
+    usleep(1800000); /* twelve intervals */
     pthread_mutex_lock(&r->s->lock);
     assert_int_equal(r->s->s[0].produced, 16); /* paused */
     pthread_mutex_unlock(&r->s->lock);
@@ -439,7 +439,7 @@ static const char *const script = "import sys, time, threading\n"
                                   "lp = s.append([1, 20, 30], logprobs=True, timeout=5)\n"
                                   "assert lp[0] != lp[0] and abs(lp[2] + 0.03) < 1e-6, lp\n"
                                   "g = s.generate(100, timeout=5)\n"
-                                  "time.sleep(0.6)\n" /* fifteen intervals; its thread answers */
+                                  "time.sleep(1.8)\n" /* twelve intervals; its thread answers */
                                   "t = list(g)\n"
                                   "assert [x.id for x in t] == [(7 * p + 3) % 1000 for p in range(3, 103)], t\n"
                                   "assert s.done.reason == 'length' and s.done.generated == 100 and s.position == 103, s.done\n"
@@ -476,7 +476,7 @@ static void test_python(void **state)
         print_message("no python3 with pyzmq here: the live part of the Python client is not tested\n");
         skip();
     }
-    rig *r = rig_start(40);
+    rig *r = rig_start(150);
     char command[512], path[] = "/tmp/mkd_script_XXXXXX";
     snprintf(command, sizeof command, "%s -B ipc/mkd_client.py '%s' --prompt-ids 1,2,3 --max-new 64 2>&1", py, r->dir);
     if (shell(command, out, sizeof out)) fail_msg("%s", out);

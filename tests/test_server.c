@@ -351,11 +351,11 @@ static void test_fuzz(void **state)
 static void test_liveness(void **state)
 {
     (void)state;
-    rig *r = rig_start(40);
+    rig *r = rig_start(100);
     uint64_t s1, s2;
     raw *dead = raw_ready(r, MK_WIRE_NO_WINDOW, &s1), *alive = raw_ready(r, MK_WIRE_NO_WINDOW, &s2), *idle = raw_new(r);
     raw_hello(idle);
-    assert_int_equal(idle->m.welcome.beat_ms, 40);
+    assert_int_equal(idle->m.welcome.beat_ms, 100);
     dead->mute = 1; /* reads, never answers */
     raw_generate(dead, s1, 1000000, 1);
     uint64_t start = fake_now();
@@ -365,12 +365,12 @@ static void test_liveness(void **state)
         while ((type = raw_recv(dead, 5)) == MK_WIRE_TOKENS) {}
         if (type == MK_WIRE_ERR) break;
         assert_true(type == 0 || type == MK_WIRE_DONE);
-        assert_true(fake_now() - start < 3000000000u);
+        assert_true(fake_now() - start < 20000000000u);
     }
     uint64_t took = (fake_now() - start) / 1000000;
     assert_int_equal(dead->m.err.code, MK_WIRE_E_DROPPED);
     assert_non_null(strstr(dead->text, "nothing came from it for"));
-    assert_in_range(took, 190, 1500); /* five intervals, and the machine's mood */
+    assert_in_range(took, 450, 15000); /* five intervals, and the machine's mood */
     assert_true(dead->pings >= 2 && alive->pings >= 2);
     raw_until(alive, "streams", "used", 1);
     assert_int_equal(raw_stat(alive, "wire", "clients_dropped"), 1);
@@ -444,6 +444,27 @@ static void test_credits(void **state)
     assert_true(b->m.done.reason == MK_WIRE_CANCELLED && b->m.done.generated == 0 && b->m.done.first_ns == 0);
     raw_free(a);
     raw_free(b);
+    rig_stop(r);
+}
+
+/* A client that asks and never reads: what waits for it is bounded, then it is dropped, and nobody else notices. */
+static void test_never_reads(void **state)
+{
+    (void)state;
+    rig *r = rig_start(0);
+    uint64_t s, s2;
+    raw *c = raw_ready(r, MK_WIRE_NO_WINDOW, &s), *other = raw_ready(r, MK_WIRE_NO_WINDOW, &s2);
+    unsigned char f[64];
+    size_t size = frame_of(f, MK_WIRE_PING, 0, &(mk_wire_ping){1}, NULL);
+    for (int i = 0; i < 100000; i++) raw_bytes(c, f, size);
+    raw_until(other, "wire", "overruns", 1);
+    assert_int_equal(raw_stat(other, "wire", "clients_dropped"), 1);
+    raw_until(other, "streams", "used", 1);
+    uint32_t n;
+    raw_generate(other, s2, 10, 4);
+    assert_int_equal(raw_tokens(other, s2, 3, 5000, &n), MK_WIRE_DONE);
+    raw_free(c);
+    raw_free(other);
     rig_stop(r);
 }
 
@@ -627,7 +648,7 @@ int main(void)
         cmocka_unit_test(test_session),       cmocka_unit_test(test_open_options),    cmocka_unit_test(test_append_logprobs),
         cmocka_unit_test(test_bad_frames),    cmocka_unit_test(test_refused_requests), cmocka_unit_test(test_fuzz),
         cmocka_unit_test(test_liveness),      cmocka_unit_test(test_client_vanishes), cmocka_unit_test(test_credits),
-        cmocka_unit_test(test_batches),       cmocka_unit_test(test_drain),           cmocka_unit_test(test_drain_limit_and_abort),
+        cmocka_unit_test(test_never_reads),   cmocka_unit_test(test_batches),       cmocka_unit_test(test_drain),           cmocka_unit_test(test_drain_limit_and_abort),
         cmocka_unit_test(test_sockets),       cmocka_unit_test(test_stale_socket),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
