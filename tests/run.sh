@@ -1,7 +1,7 @@
 #!/bin/bash
 # tests/run.sh BUILD...: runs every test of each build: the binaries BUILD/tests/test_* (cmocka) and the scripts tests/test_*.sh, which
 # print "ok - ..." and "not ok - ..." lines and find the build in $BUILD. Prints what they print; the last line sums up. Python parts
-# are run by the tests that need them, with a python3 that has pyzmq in front of PATH.
+# are run by the tests that need them, with a python3 that has pyzmq in front of PATH. TEST=name runs one of them: TEST=test_daemon.sh.
 cd "$(dirname "$0")/.." || exit 2
 jobs=$(nproc)
 limit=${TEST_SECONDS:-300} # of one test
@@ -31,11 +31,13 @@ names() {
     done | sort -t_ -k2,2r
     for t in tests/test_*.sh; do [ -e "$t" ] && basename "$t"; done
 }
+wanted() { [ -z "${TEST:-}" ] || [ "$1" = "$TEST" ]; }
 
 all=()
 for build in "$@"; do
     rm -f "$build"/tests/*.log "$build"/tests/*.rc
     for name in $(names "$build"); do
+        wanted "$name" || continue
         all+=("$build $name")
         while [ "$(jobs -rp | wc -l)" -ge "$jobs" ]; do wait -n; done
         case $name in
