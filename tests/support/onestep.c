@@ -55,6 +55,7 @@ void one_free(onestep *o)
     free(o->mem.slot);
     free(o->mem.page);
     free(o->mem.token);
+    free(o->scratch);
     free(o);
 }
 
@@ -167,6 +168,8 @@ void one_alloc(onestep *o, uint32_t state_slots, uint64_t slot_bytes, uint32_t s
     m->max_pages = pages;
     m->max_context = context;
     for (uint32_t k = 0; k < i->kv_pages; k++) m->page[k] = k;
+    if (!o->scratch_floats) o->scratch_floats = 1u << 16;
+    o->scratch = grow(NULL, o->scratch_floats * sizeof(float));
     uint64_t seed = 99;
     for (uint32_t k = i->kv_pages; k > 1; k--) {
         uint32_t j = (uint32_t)(one_random(&seed) % k), t = m->page[k - 1];
@@ -275,14 +278,14 @@ int one_ready(onestep *o, uint32_t vec, uint32_t slice0, uint32_t nslice)
 void one_run(onestep *o, uint32_t worker)
 {
     mk_ctx c = context(o, &o->in, worker);
-    c.scratch_floats = (size_t)1 << 21;
-    c.scratch = block(c.scratch_floats * sizeof(float), 0xff);
+    memset(o->scratch, 0xff, o->scratch_floats * sizeof(float));
+    c.scratch = o->scratch;
+    c.scratch_floats = o->scratch_floats;
     for (int k = 0; k < o->in.nwait; k++) {
         uint32_t slice = 0;
         if (!mk_wait_ready(&c, k, &slice)) fail_msg("wait %d is not satisfied: slice %u", k, slice);
     }
     dispatch[o->in.opcode](&c);
-    free(c.scratch);
 }
 
 void one_get(onestep *o, uint32_t vec, uint32_t row, uint32_t first, uint32_t n, float *dst)

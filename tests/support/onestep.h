@@ -16,6 +16,8 @@ typedef struct onestep {
     mk_memory mem;
     mk_step step;
     mk_insn in; /* the instruction under test */
+    float *scratch;
+    size_t scratch_floats; /* 64 K unless set before one_alloc */
     mk_route_hook route_hook;
     void *route_arg;
 } onestep;
