@@ -45,12 +45,14 @@ else
 all: $(CUDA:%.cu=$(BUILD)/%.cu.o)
 $(BUILD)/%.cu.o: %.cu
 	@mkdir -p $(@D)
-	$(NVCC) -std=c++17 -I. -lineinfo $(NVFLAGS) -MMD -MP -c -o $@ $<
+	@echo '  nvcc $<'
+	@$(NVCC) -std=c++17 -I. -lineinfo $(NVFLAGS) -MMD -MP -c -o $@ $<
 endif
 
 $(BUILD)/%.o: %.c
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -c -o $@ $<
+	@echo '  cc $<'
+	@$(CC) $(CFLAGS) -c -o $@ $<
 $(BUILD)/commit: FORCE
 	@mkdir -p $(@D)
 	@echo '$(COMMIT)' | cmp -s - $@ || echo '$(COMMIT)' > $@
@@ -62,11 +64,14 @@ $(BUILD)/libmk.a: $(LIBOBJ)
 $(BUILD)/libmkd-client.a: $(BUILD)/ipc/client.o $(BUILD)/ipc/wire.o $(BUILD)/host/err.o
 	@rm -f $@ && ar rcs $@ $^
 $(BUILD)/mkd: $(BUILD)/host/mkd.o $(BUILD)/libmk.a
-	$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/mkctl: $(BUILD)/ipc/mkctl.o $(BUILD)/libmk.a
-	$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a
-	$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 
 deps:
 	@missing=$$(for p in $(DEPS); do dpkg-query -W -f '$${db:Status-Status}' $$p 2>/dev/null | grep -qx installed || echo $$p; done); \
