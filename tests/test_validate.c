@@ -152,7 +152,7 @@ static void vectors(void **state)
 static void instruction_headers(void **state)
 {
     (void)state;
-    BREAK(IN(1, GEMV, 0)->opcode = MK_OP_COUNT, "worker 1 #1 ?", "opcode 13 is not legal");
+    BREAK(IN(1, GEMV, 0)->opcode = MK_OP_COUNT, "worker 1 #1 ?", "is not legal, expected 0 to");
     BREAK(IN(1, GEMV, 0)->opcode = 255, "worker 1 #1 ?", "opcode 255 is not legal");
     BREAK(IN(1, GEMV, 0)->seq = 5, "worker 1 #1 GEMV layer 0", "sequence number 5, expected 1");
     BREAK(IN(1, GEMV, 0)->layer = 3, "worker 1 #1 GEMV layer 3", "expected one of the program's layers");
@@ -160,7 +160,7 @@ static void instruction_headers(void **state)
     BREAK(IN(1, GEMV, 0)->flags = 2, "worker 1 #1 GEMV", "unknown flags 0x2");
     BREAK(IN(1, GEMV, 0)->pad = 7, "worker 1 #1 GEMV", "reserved bytes");
     BREAK(IN(1, EMBED, 0)->embed.pad[1] = 7, "worker 1 #0 EMBED", "reserved bytes");
-    BREAK(IN(1, EMBED, 0)->payload[71] = 7, "worker 1 #0 EMBED", "payload byte 71 is 0x07");
+    BREAK(IN(1, EMBED, 0)->payload[71] = 7, "worker 1 #0 EMBED", "what follows is not zero");
     BREAK(IN(1, EXPERT_UP, 0)->expert.t = 1, "EXPERT_UP", "reserved bytes");
     BREAK(IN(0, SCHEDULE, 0)->schedule.unused = 1, "SCHEDULE", "reserved bytes");
     BREAK(IN(1, GEMV, 0)->nwait = 4, "GEMV", "4 waits, expected at most 3");
