@@ -50,6 +50,49 @@ int mk_cfg_done(mk_cfg *c, mk_cfg *parent);
 void mk_mat_plain(mk_mat *m, uint32_t n, uint32_t k, int keep_bf16, const char *fmt, ...) __attribute__((format(printf, 5, 6)));
 void mk_par_set(mk_par *p, uint32_t n, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 
+/* ---- what several architectures read and fill alike (host/arch_parts.c, host/arch_rope.c) ---- */
+
+#define MK_MAX_LAYERS 1024u
+#define MK_MAX_WIDTH  65536u
+
+/* v, refused when it is no multiple of 16. */
+uint32_t mk_cfg_16(mk_cfg *c, const char *names, uint32_t v);
+/* Every one of these fields must be there. */
+void mk_cfg_require(mk_cfg *c, const char *names);
+/* mlp_layer_types, or first_k_dense_replace (`absent` when neither is there, UINT32_MAX: refused); or both, if they agree. */
+void mk_cfg_ffns(mk_cfg *c, uint32_t layers, uint32_t absent, uint8_t *sparse);
+
+/* DeepSeek-V3's routing (models.md 3.6): dimensions into e; *shared: how many experts wide the shared one is. */
+typedef struct mk_moe_names {
+    const char *experts, *topk, *shared, *groups, *renorm;
+} mk_moe_names;
+void mk_cfg_sigmoid_moe(mk_cfg *c, const mk_moe_names *n, mk_moe *e, uint32_t *shared);
+
+typedef struct mk_mla_shape {
+    uint32_t heads, q_rank, latent, nope, rope, v; /* q_rank 0: no query compression */
+} mk_mla_shape;
+void mk_cfg_mla(mk_cfg *c, mk_mla_shape *k);
+
+/* rope_parameters {rope_type, rope_theta, ...}, or rope_theta and rope_scaling {type, ...}. Types: default, yarn. */
+typedef struct mk_rope {
+    double theta;
+    uint32_t dim;        /* dimensions that turn */
+    double attention;    /* q and k are multiplied by it after turning (YaRN's attention factor), else 1 */
+    double mscale;       /* the softmax scale is multiplied by its square (YaRN with mscale_all_dim, MLA only), else 1 */
+    float inv_freq[128]; /* [dim / 2] */
+} mk_rope;
+void mk_cfg_rope(mk_cfg *c, uint32_t dim, mk_rope *r);
+
+void mk_norm_set(mk_norm *n, uint32_t width, float eps, uint32_t layer, const char *name);
+/* rope NULL: nothing is rotated. MK_E_SYSTEM: out of memory. */
+int mk_fill_mla(const mk_mla_shape *k, const mk_rope *rope, uint32_t layer, uint32_t hidden, mk_mla_mixer *a);
+/* "model.layers.L.AT.gate_proj" and so on. */
+void mk_fill_dense(mk_ffn_dense *f, uint32_t hidden, uint32_t inter, uint32_t layer, const char *at);
+/* Matrices of e, whose dimensions are set; names: of an expert's gate, up and down. */
+void mk_fill_moe(mk_moe *e, uint32_t hidden, uint32_t shared, uint32_t layer, const char *at, const char *const names[3]);
+/* Embedding, final norm and head of a model whose hidden, vocab and tied are set. */
+void mk_fill_ends(mk_model *m, float eps);
+
 /* Spellings of tensor names: where a tensor is not there, `from` in its name is replaced by `to`. */
 typedef struct mk_alias {
     const char *from, *to;
@@ -57,12 +100,12 @@ typedef struct mk_alias {
 
 typedef struct mk_arch {
     const char *name;       /* architectures[0] */
-    const char *model_type; /* must agree */
+    const char *model_type; /* must agree; "a|b": either */
     /* Fills hidden .. skipped of a zeroed model whose `arch` is set; reads the fields that mk_model_read has not taken. */
     int (*read)(mk_cfg *c, mk_model *m, mk_err *err);
     const mk_alias *alias; /* ends with {NULL, NULL} */
 } mk_arch;
 
-extern const mk_arch mk_arch_kimi_linear;
+extern const mk_arch mk_arch_kimi_linear, mk_arch_deepseek_v3, mk_arch_glm4_moe_lite;
 
 #endif

@@ -13,7 +13,7 @@
 #include "host/quant.h"
 #include "megakernel/rings.h"
 
-static const mk_arch *const archs[] = {&mk_arch_kimi_linear};
+static const mk_arch *const archs[] = {&mk_arch_kimi_linear, &mk_arch_deepseek_v3, &mk_arch_glm4_moe_lite};
 #define N_ARCHS (sizeof archs / sizeof *archs)
 
 static const mk_arch *find_arch(const char *name)
@@ -39,8 +39,9 @@ static const mk_arch *read_arch(mk_cfg *c, mk_model *m)
         free(text);
     } else {
         snprintf(m->arch, sizeof m->arch, "%s", a->name);
-        char want[80];
-        snprintf(want, sizeof want, "\"%s\"", a->model_type);
+        char want[80] = "\""; /* a|b -> "a"|"b" */
+        for (const char *p = a->model_type; *p; p++) strcat(want, *p == '|' ? "\"|\"" : (char[2]){*p, 0});
+        strcat(want, "\"");
         mk_cfg_expect(c, "model_type", want);
     }
     json_decref(v);

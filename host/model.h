@@ -74,6 +74,7 @@ typedef struct mk_mla_mixer {
     mk_mat o;
     float scale;     /* softmax */
     uint8_t rotary;  /* 0 none, 1 interleaved */
+    float rope_scale; /* the rotated part of a score is multiplied by it (YaRN's attention factor squared); else 1 */
     float *inv_freq; /* [rope/2], owned; NULL without rotation */
 } mk_mla_mixer;
 

@@ -146,14 +146,16 @@ def plain_tensors(stored):
     return plain
 
 
-def load_reference(directory, dtype=torch.float32):
+def load_reference(directory, dtype=torch.float32, skip=None):
     """The Hugging Face model in float32, from the dequantised tensors under their checkpoint names, stored as `dtype`.
 
-    It goes through from_pretrained and its renames; a missing, unexpected or mismatched key is an error.
+    It goes through from_pretrained and its renames; a missing, unexpected or mismatched key is an error. Tensors whose name
+    starts with `skip` are left out: layers that only draft, which the model does not have.
     """
     config = json.loads((directory / "config.json").read_text())
     config.pop("quantization_config", None)
     plain = plain_tensors(read_checkpoint(directory))
+    plain = {k: v for k, v in plain.items() if not (skip and k.startswith(skip))}
     with tempfile.TemporaryDirectory() as tmp:
         tmp = pathlib.Path(tmp)
         write_json(tmp / "config.json", config)
@@ -173,11 +175,12 @@ def load_reference(directory, dtype=torch.float32):
 class Recorder:
     """Hooks that keep what a pass did: the residual stream (before layer 0, after each layer), every router's choice.
 
-    choice_scores(router_module, router_output) -> [tokens, experts], what the top-k is taken of (bias included).
+    choice_scores(router_module, router_output) -> [tokens, experts], what the top-k is taken of (bias included), or a pair of
+    that and [tokens], the margin of what was chosen before (groups): a router's margin is the smaller of both.
     """
 
     def __init__(self, model, routers, choice_scores):
-        self.hidden, self.scores, self.chosen = [], [], []
+        self.hidden, self.scores, self.before, self.chosen = [], [], [], []
         layers = model.model.layers
         layers[0].register_forward_pre_hook(lambda m, args: self.hidden.append(args[0][0].clone()))
         for layer in layers:
@@ -187,19 +190,22 @@ class Recorder:
 
     def route(self, choice_scores):
         def hook(module, args, out):
-            self.scores.append(choice_scores(module, out))
+            scores = choice_scores(module, out)
+            scores, before = scores if isinstance(scores, tuple) else (scores, torch.full(scores.shape[:1], torch.inf))
+            self.scores.append(scores)
+            self.before.append(before)
             self.chosen.append(out[-1])
         return hook
 
     def clear(self):
-        self.hidden.clear(), self.scores.clear(), self.chosen.clear()
+        self.hidden.clear(), self.scores.clear(), self.before.clear(), self.chosen.clear()
 
     def routes(self):
         """(ids [moe layers, n, k] ascending, margin [moe layers, n]: k-th minus (k+1)-th best choice score)."""
         ids = torch.stack(self.chosen).sort(-1).values
         k = ids.shape[-1]
         best = torch.stack(self.scores).topk(k + 1)
-        margin = best.values[..., k - 1] - best.values[..., k]
+        margin = torch.minimum(best.values[..., k - 1] - best.values[..., k], torch.stack(self.before))
         same = (best.indices[..., :k].sort(-1).values == ids).all(-1)
         assert (same | (margin < 1e-6)).all(), "our idea of the router's scores is not the model's"
         return ids.to(torch.int32), margin

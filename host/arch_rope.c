@@ -1,0 +1,78 @@
+/* The fields of rotary position embeddings, in both spellings, and the frequencies they mean: see host/arch.h. Formulas and their order of
+ * operations in float32: transformers 5.17, modeling_rope_utils.py (YaRN: arXiv 2309.00071). */
+#include <math.h>
+#include <string.h>
+
+#include "host/arch.h"
+
+static const double tau = 6.283185307179586;
+
+static double mscale(double factor, double m)
+{
+    return factor <= 1 ? 1.0 : 0.1 * m * log(factor) + 1.0;
+}
+
+/* The dimension that turns `rotations` times over `positions`. */
+static double turns(double rotations, double dim, double theta, double positions)
+{
+    return dim * log(positions / (rotations * tau)) / (2 * log(theta));
+}
+
+static void plain(mk_rope *r)
+{
+    for (uint32_t i = 0; i < r->dim / 2; i++) r->inv_freq[i] = 1.0f / (float)pow(r->theta, (double)((float)(2 * i) / (float)r->dim));
+}
+
+static void read_yarn(mk_cfg *s, mk_rope *r)
+{
+    double factor = mk_cfg_num(s, "factor", 1, 1e6), fast = mk_cfg_num_or(s, "beta_fast", 0, 1e6, 32), slow = mk_cfg_num_or(s, "beta_slow", 0, 1e6, 1);
+    double m = mk_cfg_num_or(s, "mscale", 0, 100, 0), all = mk_cfg_num_or(s, "mscale_all_dim", 0, 100, 0);
+    double given = mk_cfg_num_or(s, "attention_factor", 1e-6, 1e6, 0);
+    double original = mk_cfg_int(s, "original_max_position_embeddings", 1, 1u << 30);
+    int truncate = mk_cfg_bool_or(s, "truncate", 1);
+    if (s->rc) return;
+    r->attention = given > 0 ? given : m > 0 && all > 0 ? mscale(factor, m) / mscale(factor, all) : mscale(factor, 1);
+    if (all > 0) r->mscale = mscale(factor, all);
+    double low = turns(fast > 0 ? fast : 32, r->dim, r->theta, original), high = turns(slow > 0 ? slow : 1, r->dim, r->theta, original);
+    if (truncate) low = floor(low), high = ceil(high);
+    low = fmax(low, 0);
+    high = fmin(high, r->dim - 1);
+    if (!(low < high || low > high)) high += 0.001;
+    for (uint32_t i = 0; i < r->dim / 2; i++) {
+        float freq = (float)pow(r->theta, (double)((float)(2 * i) / (float)r->dim));
+        float ramp = ((float)i - (float)low) / (float)(high - low), keep = 1.0f - fminf(fmaxf(ramp, 0), 1);
+        r->inv_freq[i] = 1.0f / ((float)factor * freq) * (1.0f - keep) + 1.0f / freq * keep;
+    }
+}
+
+void mk_cfg_rope(mk_cfg *c, uint32_t dim, mk_rope *r)
+{
+    mk_cfg s;
+    memset(r, 0, sizeof *r);
+    r->dim = dim;
+    r->attention = r->mscale = 1;
+    if (dim / 2 > sizeof r->inv_freq / sizeof *r->inv_freq) mk_cfg_fail(c, "rope_theta", "turns %u dimensions, supported: 256", dim);
+    mk_cfg_expect(c, "partial_rotary_factor", "1.0");
+    double theta = mk_cfg_num_or(c, "rope_theta", 1.0001, 1e12, 0);
+    int have = mk_cfg_object(c, "rope_parameters", &s);
+    if (have && json_is_object(json_object_get(c->obj, "rope_scaling"))) mk_cfg_fail(c, "rope_parameters", "and rope_scaling: expected one of them");
+    if (!have) have = mk_cfg_object(c, "rope_scaling", &s);
+    if (have) {
+        r->theta = mk_cfg_num_or(&s, "rope_theta", 1.0001, 1e12, theta);
+        if (!s.rc && theta > 0 && (r->theta < theta || r->theta > theta)) mk_cfg_fail(&s, "rope_theta", "is %g, outside it is %g", r->theta, theta);
+    } else {
+        r->theta = theta;
+    }
+    if (!c->rc && (!have || !s.rc) && r->theta <= 0) mk_cfg_fail(have ? &s : c, "rope_theta", "is missing");
+    int yarn = 0;
+    if (have) {
+        mk_cfg_expect(&s, "partial_rotary_factor", "1.0");
+        const json_t *type = json_object_get(s.obj, "rope_type");
+        if (!type) type = json_object_get(s.obj, "type");
+        yarn = json_is_string(type) && !strcmp(json_string_value(type), "yarn");
+        mk_cfg_expect(&s, "rope_type|type", "\"default\"|\"yarn\"");
+        if (yarn) read_yarn(&s, r);
+        mk_cfg_done(&s, c);
+    }
+    if (!c->rc && !yarn) plain(r);
+}
