@@ -38,7 +38,7 @@ int mk_session_open(const mk_session_config *c, mk_session **out, mk_err *err)
     uint32_t context = c->context ? c->context : 1024, slots = c->slots ? c->slots : 1;
     mk_plan_config pc = {.workers = c->workers ? c->workers : 8, .act_f32 = c->act_f32, .max_context = context,
                          .kv_pages = (context + MK_PAGE - 1) / MK_PAGE * slots, .state_slots = slots};
-    mk_twin_config tc = {.slots = slots, .context = context, .epoch0 = c->epoch0};
+    mk_twin_config tc = {.slots = slots, .context = context, .epoch0 = c->epoch0, .sweep = c->sweep};
     r->slots = slots;
     if ((rc = mk_model_read(c->dir, &r->model, err)) || (rc = mk_checkpoint_open(c->dir, &ck, err)) ||
         (rc = mk_model_resolve(r->model, ck, c->weights, err)) || (rc = mk_plan_make(r->model, &pc, &r->plan, err)) ||

@@ -152,10 +152,15 @@ uint8_t *mk_kv_row(const mk_ctx *c, uint64_t kv_off, uint32_t slot, uint32_t pos
     return c->mem->kv + kv_off + page * c->prog->info.kv_page_bytes + (uint64_t)(pos % MK_PAGE) * row_bytes;
 }
 
+void mk_exchange_sweep(const mk_program *p, mk_memory *mem, uint32_t epoch0, uint32_t step)
+{
+    packet *q = (packet *)mem->exchange;
+    uint32_t base = epoch0 + step * MK_EPOCH_STRIDE; /* the first publication of the step carries base + 1 */
+    for (uint64_t i = 0; i < p->info.exchange_bytes / sizeof *q; i++) q[i] = (packet){{0, 0, 0}, base};
+}
+
 void mk_exchange_reset(const mk_program *p, mk_memory *mem, uint32_t epoch0)
 {
-    /* epoch0 itself is never waited for: the first publication carries epoch0 + 1. */
-    packet *q = (packet *)mem->exchange;
-    for (uint64_t i = 0; i < p->info.exchange_bytes / sizeof *q; i++) q[i] = (packet){{0, 0, 0}, epoch0};
+    mk_exchange_sweep(p, mem, epoch0, 0);
     memset(mem->counter, 0, (size_t)p->info.n_counter * sizeof *mem->counter);
 }

@@ -11,7 +11,7 @@ struct mk_twin {
     const mk_program *prog;
     mk_memory mem;
     mk_sched sched;
-    uint32_t epoch0;
+    uint32_t epoch0, sweep;
     uint32_t *pc; /* [workers] next instruction */
     float *scratch;
     size_t scratch_floats;
@@ -54,6 +54,7 @@ int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **out, m
     const mk_program_info *i = &p->info;
     t->prog = p;
     t->epoch0 = cfg->epoch0;
+    t->sweep = cfg->sweep ? cfg->sweep : MK_SWEEP_STEPS;
     mk_memory *m = &t->mem;
     m->n_slots = cfg->slots;
     m->max_context = cfg->context;
@@ -183,5 +184,6 @@ int mk_twin_step(mk_twin *t, uint32_t *ran, mk_err *err)
     if (s->next.nrows == 0 || s->stop) return MK_OK;
     mk_step step = s->next; /* SCHEDULE composes the next one into s->next */
     *ran = step.nrows;
+    if (step.seq % t->sweep == 0) mk_exchange_sweep(t->prog, &t->mem, t->epoch0, step.seq);
     return run(t, &step, err);
 }

@@ -12,6 +12,7 @@ typedef struct mk_twin_config {
     uint32_t slots;   /* stream slots */
     uint32_t context; /* tokens of a slot's log */
     uint32_t epoch0;
+    uint32_t sweep;   /* steps between two sweeps of the exchange, a power of two; 0: MK_SWEEP_STEPS */
 } mk_twin_config;
 
 /* Allocates all memory of the program (weights zeroed, to be filled through mk_twin_memory before the first step). The program must
