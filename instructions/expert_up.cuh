@@ -1,0 +1,77 @@
+/* EXPERT_UP on the device. Semantics: expert_up.c. Several slices are multiplied before they are reduced together. */
+#ifndef MK_EXPERT_UP_CUH
+#define MK_EXPERT_UP_CUH
+
+#include "instructions/matvec.cuh"
+
+/* The worker's slices, in order: expert j of the union, slice t = first, first + workers, ... of it. */
+typedef struct mk_deal {
+    uint32_t j, t;
+} mk_deal;
+MK_DEV uint32_t mk_deal_first(uint32_t j, uint32_t T, uint32_t worker, uint32_t workers)
+{
+    uint32_t shift = (uint32_t)((uint64_t)j * T % workers);
+    return worker >= shift ? worker - shift : worker + workers - shift;
+}
+/* The next slice at or after *p; false when there is none left. */
+MK_DEV bool mk_deal_settle(mk_deal *p, uint32_t n_union, uint32_t T, uint32_t worker, uint32_t workers)
+{
+    while (p->t >= T) {
+        if (++p->j >= n_union) return false;
+        p->t = mk_deal_first(p->j, T, worker, workers);
+    }
+    return p->j < n_union;
+}
+
+MK_DEV void mk_expert_up_run(mk_dev *d)
+{
+    const mk_expert *e = &d->in->expert;
+    const mk_routes *routes = (const mk_routes *)mk_local_at(d, d->in->wait[1].vec);
+    const mk_vec *out = &d->sh->vec[d->in->signal_vec];
+    const uint32_t nrows = d->step->nrows, T = e->T, workers = d->a->workers, n_union = routes->n_union, slots = mk_red_slots(d);
+    const mk_stage_shape shape = mk_shape(e->k, 1);
+    const mk_staged key = mk_staged_key(d, &d->in->wait[0], 0, e->k, MK_PRO_RMS, e->param_off);
+
+    if (!mk_staged_is(d, key)) {
+        float sumsq[MK_MAX_ROWS] = {0, 0, 0, 0, 0, 0, 0, 0};
+        d->staged = key;
+        mk_gather<1, 1>(d, &d->in->wait[0], 0, e->k, d->a->param + e->param_off, shape, sumsq);
+        mk_sumsq_share(d, sumsq);
+        mk_sync();
+        mk_rstd_share(d, e->k, e->eps);
+    }
+    mk_sync();
+
+    mk_deal at = {0, mk_deal_first(0, T, d->worker, workers)};
+    bool more = mk_deal_settle(&at, n_union, T, d->worker, workers);
+    while (more) {
+        mk_deal from = at;
+        uint32_t n = 0;
+        for (; more && n < slots; n++) {
+            uint32_t row0 = mk_start(at.t, e->inter, T), rows = mk_start(at.t + 1, e->inter, T) - row0;
+            const mk_tile t = mk_tile_make(e->wtype, 2 * rows, e->k, 2, e->nseg, row0 % MK_SCALE_ROWS, MK_SCALE_ROWS, 1);
+            float acc[4] = {0, 0, 0, 0};
+            mk_product<1>(d, &d->expert, &t, 0, t.nkb, mk_column(d, shape), 0, (const float *)0, 0, MK_FAULT_EXPERT, acc);
+            mk_red_put(d, n, acc);
+            at.t += workers;
+            more = mk_deal_settle(&at, n_union, T, d->worker, workers);
+        }
+        mk_sync();
+        for (uint32_t slot = 0; slot < n; slot++) {
+            uint32_t row0 = mk_start(from.t, e->inter, T), rows = mk_start(from.t + 1, e->inter, T) - row0, units = mk_units(rows);
+            const mk_tile t = mk_tile_make(e->wtype, 2 * rows, e->k, 2, e->nseg, 0, MK_SCALE_ROWS, 1);
+            for (uint32_t u = (d->warp - 2 * slot) % MK_WARPS; u < units * nrows; u += MK_WARPS) {
+                uint32_t r = u / units, group = u - r * units, i = group * MK_UNIT + d->lane, rank = routes->rank[r][from.j];
+                if (rank == 255) continue;
+                float y = 0, norm = d->sh->rstd[d->parity][r];
+                if (i < rows && d->lane < MK_UNIT) y = mk_siluf(mk_red_get(d, slot, &t, i, r) * norm) * (mk_red_get(d, slot, &t, rows + i, r) * norm);
+                mk_publish_unit(out, mk_signal_packets(d, out, r, rank * T + from.t), rows, group, y, mk_signal_epoch(d), d->lane);
+            }
+            from.t += workers;
+            mk_deal_settle(&from, n_union, T, d->worker, workers);
+        }
+        mk_sync();
+    }
+}
+
+#endif

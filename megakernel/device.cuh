@@ -1,0 +1,494 @@
+/* What the resident kernel is written with: its argument, a worker's shared memory, and the few primitives of sm_90 that it rests on
+ * (mbarriers, bulk copies, packets, counters, bounded waits). design.md sections 4-6, 9. */
+#ifndef MK_DEVICE_CUH
+#define MK_DEVICE_CUH
+
+#include "instructions/program.h"
+#include "megakernel/rings.h"
+#include "megakernel/schedule.h"
+
+/* Roles. Compute warps come first; each of the other warps has one job. */
+#define MK_WARPS          16
+#define MK_COMPUTE        (MK_WARPS * 32)
+#define MK_WARP_CONTROL   MK_WARPS       /* reads step descriptors, feeds instructions */
+#define MK_WARP_STATIC    (MK_WARPS + 1) /* streams the static tape */
+#define MK_WARP_EXPERT    (MK_WARPS + 2) /* streams the chosen experts' slices */
+#define MK_THREADS        (MK_COMPUTE + 3 * 32)
+
+#define MK_STAGE_BYTES    16384u /* weights of a stage: whole K blocks of one segment */
+#define MK_STAGE_SCALES   640u   /* and the scales of those K blocks */
+#define MK_STAGE_STRIDE   (MK_STAGE_BYTES + MK_STAGE_SCALES)
+#define MK_STATIC_MAX     8u     /* stages of the static ring at most; what shared memory leaves */
+#define MK_EXPERT_STAGES  3u
+#define MK_STAGED_VALUES  2560u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
+#define MK_STAGING_ROW    (MK_STAGED_VALUES * 2 + 16) /* 16: rows fall into different banks */
+#define MK_STAGING        (MK_MAX_ROWS * MK_STAGING_ROW)
+#define MK_INSN_RING      4u
+#define MK_MAX_VEC        48u
+#define MK_MAX_NORM_HEADS 64u
+#define MK_RED_STRIDE     20u /* floats between two columns of a reduction tile of 16 rows: conflict-free */
+#define MK_RED_FLOATS     (MK_WARPS * MK_MAX_ROWS * MK_RED_STRIDE)
+#define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
+#define MK_STEP_RING      8u
+#define MK_STEP_PACKETS   ((uint32_t)((sizeof(mk_step) + 11) / 12))
+
+/* One segment of a worker's static tape as its loader sees it. */
+typedef struct mk_tape_seg {
+    uint64_t off;      /* in the tape region: scales, then weights */
+    uint32_t scales;   /* bytes of scales, padded */
+    uint32_t kb_bytes; /* bytes of a K block: rows * 64 */
+    uint16_t nkb, per; /* K blocks; K blocks a stage */
+    uint8_t nsegs;     /* floats of a scale row; 0: no scales */
+    uint8_t shift;     /* K blocks a scale row: 1 << shift */
+    uint8_t lm_head;   /* only in steps that need logits */
+    uint8_t pad[9];
+} mk_tape_seg;
+static_assert(sizeof(mk_tape_seg) == 32, "two 16-byte loads");
+
+/* Who waited in vain for what: written once, by the first, in pinned memory. */
+enum mk_fault_kind { MK_FAULT_PACKET = 1, MK_FAULT_COUNTER, MK_FAULT_TAPE, MK_FAULT_EXPERT, MK_FAULT_ROUTE };
+typedef struct mk_fault {
+    uint32_t kind; /* 0: none. Written last */
+    uint32_t worker, step, seq, opcode, layer;
+    uint32_t vec, pub, row, packet; /* packet: counted from the first slice of the wait */
+    uint32_t slice0, expected, found;
+} mk_fault;
+
+/* Everything the kernel is told, once. Pointers into device memory unless said otherwise. */
+typedef struct mk_gpu_args {
+    const mk_insn *insn;
+    const uint32_t *queue; /* [workers + 1] */
+    const mk_vec *vec;
+    const uint32_t *start;
+    const mk_tape_seg *seg;
+    const uint32_t *seg_first;    /* [workers + 1] */
+    const uint32_t *expert_insn;  /* ROUTE, EXPERT_UP and EXPERT_DOWN of all workers: indices of instructions */
+    const uint32_t *expert_first; /* [workers + 1] */
+    const uint8_t *tape, *expert, *embed;
+    const float *param;
+    uint8_t *exchange, *bulk;
+    uint32_t *counter;
+    uint8_t *state, *kv;
+    const mk_slot *slot;  /* pinned */
+    const uint32_t *page; /* the device's copy of the page tables */
+    mk_sched *sched;
+    uint4 *step_ring;     /* [MK_STEP_RING][MK_STEP_PACKETS] packets */
+    uint32_t *abort;
+    uint32_t *position;   /* [workers] the instruction last fed: for the flight recorder */
+    mk_fault *fault;      /* pinned */
+    uint32_t *heartbeat;  /* pinned: steps finished, submit entries taken */
+    uint64_t state_slot_bytes, kv_page_bytes, timeout_ns;
+    uint32_t n_vec, workers, epoch0, max_pages, local_bytes, static_stages;
+    uint32_t hang_worker, hang_seq, hang_step; /* fault injection: this worker stops before that instruction; MK_NONE: nobody */
+} mk_gpu_args;
+
+/* ROUTE's result once more, by (expert, row): pair p is one row's choice of one expert; the pairs of union expert j are
+ * [first[j], first[j + 1]). */
+typedef struct mk_pairs {
+    uint8_t row[MK_MAX_UNION], rank[MK_MAX_UNION];
+    uint8_t first[MK_MAX_UNION + 4];
+} mk_pairs;
+
+/* A worker's shared memory. The LOCAL vectors and the two rings of stages follow. */
+typedef struct mk_shared {
+    alignas(128) uint8_t staging[MK_STAGING]; /* gathered vectors; scratch of the opcodes that gather none */
+    alignas(16) float red[MK_RED_FLOATS];     /* partial tiles of the compute warps */
+    float sumsq[2][MK_WARPS][MK_MAX_ROWS];    /* of a gathered vector, by warp */
+    float rstd[2][MK_MAX_ROWS];
+    float head_rstd[MK_MAX_ROWS][MK_MAX_NORM_HEADS];
+    alignas(16) mk_vec vec[MK_MAX_VEC];
+    alignas(16) mk_insn insn[MK_INSN_RING];
+    alignas(16) mk_step step;
+    mk_pairs pairs;
+    uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
+    uint64_t static_full[MK_STATIC_MAX], static_empty[MK_STATIC_MAX];
+    uint64_t expert_full[MK_EXPERT_STAGES], expert_empty[MK_EXPERT_STAGES];
+    uint64_t route_full, route_empty;
+    volatile uint32_t logits[4]; /* of step s, in [s & 3]: (s + 1) * 2 + any_logits */
+    volatile uint32_t leave;     /* loaders: stop */
+} mk_shared;
+
+/* K blocks of a stage, from what a segment's instruction says; loaders and compute warps count alike. A stage never spans two chunks of
+ * the staged vector. */
+#define MK_PLANES_F32 3u /* an f32 vector is staged as three bf16 planes that add up to it exactly */
+MK_BOTH uint32_t mk_chunk_kblocks(uint32_t wtype, uint32_t planes)
+{
+    uint32_t values = planes == 1 ? MK_STAGED_VALUES : 832u;
+    return values / (wtype == MK_W_FP8 ? 64u : 32u);
+}
+MK_BOTH uint32_t mk_stage_kblocks(uint32_t wtype, uint32_t rows, uint32_t planes)
+{
+    uint32_t fit = MK_STAGE_BYTES / (rows * MK_KBLOCK_BYTES), most = mk_chunk_kblocks(wtype, planes);
+    return fit < most ? fit : most;
+}
+static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (832 * 2 + 16) <= MK_STAGING, "three planes of a chunk fit the staging area");
+
+#ifdef __CUDACC__
+
+#define MK_DEV static __device__ __forceinline__
+
+/* ---- shared memory, barriers, bulk copies --------------------------------------------------------------------------- */
+
+MK_DEV uint32_t mk_smem(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+MK_DEV void mk_mbar_init(uint64_t *b, uint32_t count)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mk_smem(b)), "r"(count) : "memory");
+}
+MK_DEV void mk_mbar_arrive(uint32_t b)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory");
+}
+MK_DEV void mk_mbar_expect(uint32_t b, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+MK_DEV bool mk_mbar_try(uint32_t b, uint32_t parity)
+{
+    uint32_t ok;
+    asm volatile("{\n\t.reg .pred p;\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, p;\n\t}"
+                 : "=r"(ok)
+                 : "r"(b), "r"(parity)
+                 : "memory");
+    return ok != 0;
+}
+/* Weights are read once a token: they leave L2 first. */
+MK_DEV uint64_t mk_evict_first(void)
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+MK_DEV void mk_bulk_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+                 "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+                 : "memory");
+}
+/* All compute warps. */
+MK_DEV void mk_sync(void)
+{
+    __syncwarp();
+    asm volatile("bar.sync 1, %0;" ::"n"(MK_COMPUTE) : "memory");
+}
+
+/* ---- packets, counters ---------------------------------------------------------------------------------------------- */
+
+MK_DEV uint4 mk_packet_load(const uint4 *p)
+{
+    uint64_t lo, hi;
+    asm volatile("{\n\t.reg .b128 v;\n\tld.relaxed.gpu.global.b128 v, [%2];\n\tmov.b128 {%0, %1}, v;\n\t}" : "=l"(lo), "=l"(hi) : "l"(p) : "memory");
+    return make_uint4((uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32));
+}
+MK_DEV void mk_packet_store(uint4 *p, uint32_t x, uint32_t y, uint32_t z, uint32_t epoch)
+{
+    uint64_t lo = (uint64_t)y << 32 | x, hi = (uint64_t)epoch << 32 | z;
+    asm volatile("{\n\t.reg .b128 v;\n\tmov.b128 v, {%1, %2};\n\tst.relaxed.gpu.global.b128 [%0], v;\n\t}" ::"l"(p), "l"(lo), "l"(hi) : "memory");
+}
+MK_DEV uint32_t mk_load_acquire(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+MK_DEV uint32_t mk_load_relaxed(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+MK_DEV void mk_store_relaxed(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+MK_DEV void mk_red_release(uint32_t *p)
+{
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
+}
+MK_DEV uint64_t mk_now(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+/* ---- a worker ------------------------------------------------------------------------------------------------------- */
+
+/* A ring of weight stages as its consumers walk it. */
+typedef struct mk_ring {
+    uint32_t full, empty; /* shared addresses of the barriers */
+    const uint8_t *stage;
+    uint32_t n, at, parity;
+} mk_ring;
+
+/* What the staging area holds. */
+typedef struct mk_staged {
+    uint32_t valid, step, vector, first, k, norm;
+} mk_staged;
+
+/* What a compute thread carries from instruction to instruction. */
+typedef struct mk_dev {
+    const mk_gpu_args *a;
+    mk_shared *sh;
+    uint8_t *local;
+    const mk_insn *in;
+    const mk_step *step;
+    uint32_t worker, tid, warp, lane;
+    mk_ring tape, expert;
+    mk_staged staged;
+    uint32_t parity;    /* of sumsq and rstd */
+    uint32_t route_parity;
+} mk_dev;
+
+typedef struct mk_spin {
+    uint32_t n;
+    uint64_t since;
+} mk_spin;
+
+/* Writes the fault record, if nobody has yet, and tells everybody to leave. */
+static __device__ __noinline__ void mk_fault_report(const mk_gpu_args *a, mk_fault f)
+{
+    if (atomicCAS(a->abort, 0u, 1u) != 0u) return;
+    mk_fault *p = a->fault;
+    uint32_t kind = f.kind;
+    f.kind = 0;
+    *p = f;
+    __threadfence_system();
+    *(volatile uint32_t *)&p->kind = kind;
+}
+
+/* One more failed look. False: give up, because the time is over or somebody else gave up; *late tells which. */
+MK_DEV bool mk_spin_on(const mk_gpu_args *a, mk_spin *s, bool *late)
+{
+    *late = false;
+    if (++s->n & 255u) return true;
+    if (mk_load_relaxed(a->abort)) return false;
+    uint64_t now = mk_now();
+    if (!s->since) s->since = now;
+    if (now - s->since < a->timeout_ns) return true;
+    *late = true;
+    return false;
+}
+
+MK_DEV mk_fault mk_fault_at(const mk_dev *d, uint32_t kind)
+{
+    mk_fault f;
+    f.kind = kind;
+    f.worker = d->worker;
+    f.step = d->step->seq;
+    f.seq = d->in->seq;
+    f.opcode = d->in->opcode;
+    f.layer = d->in->layer;
+    f.vec = f.pub = MK_NONE;
+    f.row = f.packet = f.slice0 = f.expected = f.found = 0;
+    return f;
+}
+
+/* A failed look at a packet of wait `w`. */
+MK_DEV bool mk_packet_spin(const mk_dev *d, mk_spin *s, const mk_wait *w, uint32_t row, uint32_t packet, uint32_t expected, uint32_t found)
+{
+    bool late;
+    if (mk_spin_on(d->a, s, &late)) return true;
+    if (late) {
+        mk_fault f = mk_fault_at(d, MK_FAULT_PACKET);
+        f.vec = w->vec;
+        f.pub = w->pub;
+        f.slice0 = w->slice0;
+        f.row = row;
+        f.packet = packet;
+        f.expected = expected;
+        f.found = found;
+        mk_fault_report(d->a, f);
+    }
+    return false;
+}
+
+/* Waits for a phase of a stage's barrier; on abort it returns anyway. */
+MK_DEV void mk_stage_wait(const mk_dev *d, uint32_t bar, uint32_t parity, uint32_t kind)
+{
+    mk_spin s = {0, 0};
+    while (!mk_mbar_try(bar, parity)) {
+        bool late;
+        if (mk_spin_on(d->a, &s, &late)) continue;
+        if (late) mk_fault_report(d->a, mk_fault_at(d, kind));
+        return;
+    }
+}
+
+/* Waits for a BULK vector; all compute threads call it, and may then read the vector with loads that bypass L1. */
+MK_DEV void mk_bulk_wait(const mk_dev *d, const mk_wait *w)
+{
+    if (d->tid == 0) {
+        const mk_vec *v = &d->sh->vec[w->vec];
+        uint32_t target = mk_counter_target(v, d->step->seq, w->pub), found;
+        mk_spin s = {0, 0};
+        while ((int32_t)((found = mk_load_acquire(d->a->counter + v->counter)) - target) < 0) {
+            bool late;
+            if (mk_spin_on(d->a, &s, &late)) continue;
+            if (late) {
+                mk_fault f = mk_fault_at(d, MK_FAULT_COUNTER);
+                f.vec = w->vec;
+                f.pub = w->pub;
+                f.expected = target;
+                f.found = found;
+                mk_fault_report(d->a, f);
+            }
+            break;
+        }
+    }
+    mk_sync();
+}
+
+/* One increment of a BULK vector after everything this worker wrote to it; all compute threads call it. */
+MK_DEV void mk_bulk_signal(const mk_dev *d, uint32_t vec)
+{
+    mk_sync();
+    if (d->tid == 0) {
+        __threadfence();
+        mk_red_release(d->a->counter + d->sh->vec[vec].counter);
+    }
+}
+
+MK_DEV void *mk_local_at(const mk_dev *d, uint32_t vec)
+{
+    return d->local + d->sh->vec[vec].offset;
+}
+MK_DEV void *mk_bulk_at(const mk_dev *d, uint32_t vec)
+{
+    return d->a->bulk + d->sh->vec[vec].offset;
+}
+
+MK_DEV uint8_t *mk_kv_at(const mk_dev *d, uint64_t kv_off, uint32_t slot, uint32_t pos, uint32_t row_bytes)
+{
+    uint32_t page = __ldcg(d->a->page + (size_t)slot * d->a->max_pages + pos / MK_PAGE);
+    return d->a->kv + kv_off + page * d->a->kv_page_bytes + (uint64_t)(pos % MK_PAGE) * row_bytes;
+}
+
+/* ---- numbers -------------------------------------------------------------------------------------------------------- */
+
+/* Round to nearest even; NaN stays NaN. */
+MK_DEV uint32_t mk_bf16_bits(float v)
+{
+    uint16_t h;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    return h;
+}
+MK_DEV float mk_bf16_value(uint32_t bits)
+{
+    return __uint_as_float(bits << 16);
+}
+MK_DEV float mk_warp_sum(float v)
+{
+#pragma unroll
+    for (int m = 16; m; m >>= 1) v += __shfl_xor_sync(0xffffffffu, v, m);
+    return v;
+}
+
+/* ---- reading and publishing packet vectors -------------------------------------------------------------------------- */
+
+MK_DEV const uint4 *mk_wait_packets(const mk_dev *d, const mk_wait *w, const mk_vec *v, uint32_t row)
+{
+    return (const uint4 *)(d->a->exchange + mk_packet_offset(v, mk_half(v, d->step->seq, w->pub), row, w->slice0));
+}
+MK_DEV uint32_t mk_wait_epoch(const mk_dev *d, const mk_wait *w)
+{
+    return mk_epoch(d->a->epoch0, d->step->seq, w->pub);
+}
+
+/* i / n for i < 2^16 by one multiplication. */
+typedef struct mk_divisor {
+    uint32_t magic, n;
+} mk_divisor;
+MK_DEV mk_divisor mk_div_by(uint32_t n)
+{
+    mk_divisor v = {n > 1 ? 0xffffffffu / n + 1 : 0, n};
+    return v;
+}
+MK_DEV uint32_t mk_quot(uint32_t i, mk_divisor v)
+{
+    return v.magic ? __umulhi(i, v.magic) : i;
+}
+
+/* Slice of [0, n) that holds value `first`, by one warp: 32-ary search of the starts. */
+MK_DEV uint32_t mk_find_slice(const uint32_t *start, uint32_t n, uint32_t first, uint32_t lane)
+{
+    uint32_t lo = 0;
+    while (n > 1) {
+        uint32_t step = (n + 31) / 32, at = lane * step;
+        bool le = at < n && __ldg(start + lo + at) <= first;
+        uint32_t k = 31 - __clz((int)__ballot_sync(0xffffffffu, le)); /* lane 0 always holds */
+        lo += k * step;
+        n = n - k * step < step ? n - k * step : step;
+    }
+    return lo;
+}
+
+/* One warp reads values [first, first + n) of one row of wait `w` and hands each to store(index, value). The values must lie within the
+ * slices of the wait. */
+template <class F> MK_DEV void mk_warp_read(const mk_dev *d, const mk_wait *w, uint32_t row, uint32_t first, uint32_t n, F store)
+{
+    const mk_vec *v = &d->sh->vec[w->vec];
+    const uint32_t *start = d->a->start + v->start_index + w->slice0;
+    const uint4 *base = mk_wait_packets(d, w, v, row);
+    uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
+    uint32_t s0 = mk_find_slice(start, w->nslice, first, d->lane);
+    mk_divisor by = mk_div_by(sp);
+    mk_spin spin = {0, 0};
+    for (uint32_t i = d->lane, more = 1; __any_sync(0xffffffffu, more); i += 32) {
+        uint32_t s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
+        more = s < w->nslice;
+        if (!more) continue;
+        uint32_t st = __ldg(start + s), end = __ldg(start + s + 1), at = st + p * vpp;
+        more = st < first + n;
+        uint32_t hi = end < first + n ? end : first + n;
+        if (!more || at >= hi || at + vpp <= first) continue;
+        uint4 x = mk_packet_load(base + s * sp + p);
+        while (x.w != epoch && mk_packet_spin(d, &spin, w, row, s * sp + p, epoch, x.w)) x = mk_packet_load(base + s * sp + p);
+        uint32_t word[3] = {x.x, x.y, x.z};
+#pragma unroll
+        for (uint32_t k = 0; k < 6; k++) {
+            if (k >= vpp || at + k < first || at + k >= hi) continue;
+            uint32_t b = f32 ? word[k % 3] : word[k / 2] >> (16 * (k & 1));
+            store(at + k - first, f32 ? __uint_as_float(b) : mk_bf16_value(b));
+        }
+    }
+}
+
+/* Where slice `slice` of the instruction's signal goes, for one row. */
+MK_DEV uint4 *mk_signal_packets(const mk_dev *d, const mk_vec *v, uint32_t row, uint32_t slice)
+{
+    return (uint4 *)(d->a->exchange + mk_packet_offset(v, mk_half(v, d->step->seq, d->in->signal_pub), row, slice));
+}
+MK_DEV uint32_t mk_signal_epoch(const mk_dev *d)
+{
+    return mk_epoch(d->a->epoch0, d->step->seq, d->in->signal_pub);
+}
+
+/* A unit is 30 consecutive values of one row's slice, lane l < 30 holding value 30 * group + l: ten packets of f32 or five of bf16.
+ * One warp publishes it; value is 0 beyond the slice's n values. */
+#define MK_UNIT 30u
+MK_DEV void mk_publish_unit(const mk_vec *v, uint4 *slice, uint32_t n, uint32_t group, float value, uint32_t epoch, uint32_t lane)
+{
+    uint32_t i = group * MK_UNIT + lane;
+    if (v->dtype == MK_F32) {
+        uint32_t x = i < n && lane < MK_UNIT ? __float_as_uint(value) : 0;
+        uint32_t y = __shfl_down_sync(0xffffffffu, x, 1), z = __shfl_down_sync(0xffffffffu, x, 2);
+        if (lane < MK_UNIT && lane % 3 == 0 && i < n) mk_packet_store(slice + group * 10 + lane / 3, x, y, z, epoch);
+    } else {
+        uint32_t x = i < n && lane < MK_UNIT ? mk_bf16_bits(value) : 0;
+        x |= __shfl_down_sync(0xffffffffu, x, 1) << 16;
+        uint32_t y = __shfl_down_sync(0xffffffffu, x, 2), z = __shfl_down_sync(0xffffffffu, x, 4);
+        if (lane < MK_UNIT && lane % 6 == 0 && i < n) mk_packet_store(slice + group * 5 + lane / 6, x, y, z, epoch);
+    }
+}
+MK_DEV uint32_t mk_units(uint32_t n)
+{
+    return (n + MK_UNIT - 1) / MK_UNIT;
+}
+
+#endif
+#endif

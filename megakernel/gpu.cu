@@ -1,0 +1,552 @@
+extern "C" { /* C headers */
+#include "instructions/op.h"
+}
+#include "megakernel/gpu.h"
+
+#include "megakernel/device.cuh"
+#include "megakernel/kernel.h"
+
+#include <cuda_runtime.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+typedef struct mk_alloc {
+    void *p;
+    int pinned;
+} mk_alloc;
+
+struct mk_gpu {
+    const mk_program *prog;
+    mk_gpu_config cfg;
+    int device;
+    mk_gpu_args args;
+    mk_alloc alloc[40];
+    int n_alloc;
+    cudaStream_t run, copy;
+    cudaEvent_t left;
+    int running;
+    uint32_t submit_next;
+    uint32_t smem;
+    /* pinned */
+    mk_submit *submit;
+    mk_event *event;
+    uint32_t *event_read, *page, *token, *heartbeat;
+    mk_slot *slot;
+    mk_fault *fault;
+    uint8_t *bounce; /* for small transfers */
+    /* device */
+    mk_sched *sched;
+    mk_sched_slot *st;
+    uint32_t *active, *pages;
+    uint32_t max_pages;
+};
+
+#define MK_BOUNCE 65536u
+
+static int cuda_fail(mk_err *err, cudaError_t e, const char *what)
+{
+    return mk_fail(err, MK_E_DEVICE, "%s: %s", what, cudaGetErrorString(e));
+}
+
+int mk_gpu_probe(int device, mk_gpu_info *info, mk_err *err)
+{
+    int n = 0;
+    cudaError_t e = cudaGetDeviceCount(&n);
+    memset(info, 0, sizeof *info);
+    if (e == cudaErrorInsufficientDriver || e == cudaErrorNoDevice || e == cudaErrorStubLibrary)
+        return mk_fail(err, MK_E_DEVICE, "no NVIDIA driver or no GPU here: %s", cudaGetErrorString(e));
+    if (e) return cuda_fail(err, e, "cudaGetDeviceCount");
+    if (device < 0 || device >= n) return mk_fail(err, MK_E_DEVICE, "GPU %d: this machine has %d", device, n);
+    cudaDeviceProp p;
+    if ((e = cudaGetDeviceProperties(&p, device))) return cuda_fail(err, e, "cudaGetDeviceProperties");
+    if (p.major != 9 || p.minor != 0)
+        return mk_fail(err, MK_E_DEVICE, "GPU %d (%s): expected compute capability 9.0, found %d.%d", device, p.name, p.major, p.minor);
+    snprintf(info->name, sizeof info->name, "%s", p.name);
+    info->sms = (uint32_t)p.multiProcessorCount;
+    info->smem = (uint32_t)p.sharedMemPerBlockOptin;
+    info->memory = p.totalGlobalMem;
+    return MK_OK;
+}
+
+/* ---- what the kernel can run ---------------------------------------------------------------------------------------- */
+
+static int refuse(mk_err *err, uint32_t worker, const mk_insn *in, const char *what, uint64_t limit, uint64_t found)
+{
+    return mk_fail(err, MK_E_PROGRAM, "worker %u, instruction %u (%s): the kernel's limit for %s is %llu, found %llu", worker, in->seq,
+                   mk_opcode_name(in->opcode), what, (unsigned long long)limit, (unsigned long long)found);
+}
+
+#define AT_MOST(what, limit, found)                                                                                    \
+    if ((uint64_t)(found) > (uint64_t)(limit)) return refuse(err, worker, in, what, limit, found)
+#define EXPECT(what, want, found)                                                                                      \
+    if ((uint64_t)(found) != (uint64_t)(want)) return refuse(err, worker, in, what " (exactly)", want, found)
+
+/* Scales that go with one stage. */
+static int check_scales(mk_err *err, uint32_t worker, const mk_insn *in, uint32_t wtype, uint32_t rows, uint32_t k, uint32_t nsegs, uint32_t scale_k,
+                        uint32_t planes)
+{
+    AT_MOST("rows of a segment", MK_SEGMENT_ROWS, rows);
+    if (wtype != MK_W_FP8) return MK_OK;
+    uint32_t per = mk_stage_kblocks(wtype, rows, planes), nkb = (k + 63) / 64, shift = scale_k == 128 ? 1 : 0;
+    if (per > nkb) per = nkb;
+    AT_MOST("bytes of scales of a stage", MK_STAGE_SCALES, ((per >> shift) + 2) * nsegs * 4 + 32);
+    return MK_OK;
+}
+
+static int check_gemv(const mk_program *p, uint32_t worker, const mk_insn *in, mk_err *err)
+{
+    const mk_gemv *g = &in->gemv;
+    const mk_vec *x = &p->vec[in->wait[0].vec];
+    uint32_t halves = g->epilogue == MK_EPI_SILU ? 2 : 1, planes = g->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
+    if (planes != 1) EXPECT("the type of an f32 input", MK_F32, x->dtype);
+    if (g->prologue == MK_PRO_HEADNORM) {
+        uint32_t group = g->norm_group, heads = group ? g->k / group : 0, per = heads ? in->wait[0].nslice / heads : 0;
+        AT_MOST("heads under one norm", MK_MAX_NORM_HEADS, heads);
+        EXPECT("values a head (a power of two of 64 or more)", 0, group < 64 || (group & (group - 1)) || heads * group != g->k);
+        EXPECT("slices of whole heads", in->wait[0].nslice, per * heads);
+        const uint32_t *start = mk_vec_starts(p, x) + in->wait[0].slice0;
+        for (uint32_t s = 0; s <= in->wait[0].nslice; s++) EXPECT("start of a slice", g->in_off + s * (group / per), start[s]);
+    }
+    return check_scales(err, worker, in, g->wtype, g->n * halves, g->k, (uint32_t)g->nseg * halves, g->scale_k, planes);
+}
+
+static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, mk_err *err)
+{
+    const mk_mla *m = &in->mla;
+    const mk_expert *e = &in->expert;
+    switch (in->opcode) {
+    case MK_OP_GEMV:
+        return check_gemv(p, worker, in, err);
+    case MK_OP_LM_HEAD:
+        return check_scales(err, worker, in, in->lm_head.wtype, in->lm_head.n, in->lm_head.k, in->lm_head.nseg, MK_SCALE_ROWS, 1);
+    case MK_OP_EXPERT_UP:
+        AT_MOST("columns of an expert", MK_STAGED_VALUES, e->k);
+        return check_scales(err, worker, in, e->wtype, 2 * ((e->inter + e->T - 1) / e->T), e->k, 2u * e->nseg, MK_SCALE_ROWS, 1);
+    case MK_OP_EXPERT_DOWN:
+        AT_MOST("columns of an expert", MK_STAGED_VALUES, e->k);
+        EXPECT("the type of the experts' activations", MK_BF16, p->vec[in->wait[0].vec].dtype);
+        return check_scales(err, worker, in, e->wtype, e->n, e->k, e->nseg, MK_SCALE_ROWS, 1);
+    case MK_OP_CONV_STEP:
+        EXPECT("taps", 4, in->conv.taps);
+        AT_MOST("channels of an item", MK_COMPUTE, 2u * in->conv.dk + in->conv.dv);
+        return MK_OK;
+    case MK_OP_DELTA_STEP:
+        EXPECT("key channels", 128, in->delta.dk);
+        AT_MOST("value channels", 128, in->delta.dv);
+        EXPECT("value channels modulo 4", 0, in->delta.dv % 4);
+        return MK_OK;
+    case MK_OP_KV_APPEND:
+    case MK_OP_MLA_PARTIAL:
+    case MK_OP_COMBINE:
+        AT_MOST("latent channels", MK_COMPUTE, m->latent);
+        AT_MOST("channels of a cache row", 640, m->latent + m->rope);
+        EXPECT("latent and rotary channels modulo 8", 0, m->latent % 8 + m->rope % 8);
+        return MK_OK;
+    case MK_OP_ROUTE:
+        AT_MOST("experts", MK_MAX_EXPERT, in->route.experts);
+        AT_MOST("expert groups", 32, in->route.groups);
+        return MK_OK;
+    case MK_OP_EMBED:
+    case MK_OP_SAMPLE:
+    case MK_OP_SCHEDULE:
+        return MK_OK;
+    default:
+        return mk_fail(err, MK_E_PROGRAM, "worker %u, instruction %u: opcode %s runs on the CPU twin only", worker, in->seq, mk_opcode_name(in->opcode));
+    }
+}
+
+static int check_program(const mk_program *p, uint32_t sms, mk_err *err)
+{
+    const mk_program_info *i = &p->info;
+    if (i->flags & MK_PROG_ACT_F32) return mk_fail(err, MK_E_PROGRAM, "a program with act=f32 runs on the CPU twin only");
+    if (i->workers > sms) return mk_fail(err, MK_E_PROGRAM, "the program is for %u workers, the GPU has %u SMs", i->workers, sms);
+    if (i->n_vec > MK_MAX_VEC) return mk_fail(err, MK_E_PROGRAM, "the kernel's limit is %u vectors, the program has %u", MK_MAX_VEC, i->n_vec);
+    for (uint32_t w = 0; w < i->workers; w++)
+        for (uint32_t k = p->queue[w]; k < p->queue[w + 1]; k++) {
+            int rc = check_insn(p, w, &p->insn[k], err);
+            if (rc) return rc;
+        }
+    return MK_OK;
+}
+
+/* ---- memory --------------------------------------------------------------------------------------------------------- */
+
+static void *device_memory(mk_gpu *g, const char *what, uint64_t bytes, mk_err *err)
+{
+    void *p = NULL;
+    cudaError_t e = cudaMalloc(&p, bytes ? bytes : 256);
+    if (!e) e = cudaMemset(p, 0, bytes ? bytes : 256);
+    if (e) {
+        mk_fail(err, MK_E_CAPACITY, "%s: %llu bytes of GPU memory: %s", what, (unsigned long long)bytes, cudaGetErrorString(e));
+        if (p) cudaFree(p);
+        return NULL;
+    }
+    g->alloc[g->n_alloc].p = p;
+    g->alloc[g->n_alloc++].pinned = 0;
+    return p;
+}
+
+static void *pinned_memory(mk_gpu *g, const char *what, uint64_t bytes, mk_err *err)
+{
+    void *p = NULL;
+    cudaError_t e = cudaHostAlloc(&p, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
+    if (e) {
+        mk_fail(err, MK_E_CAPACITY, "%s: %llu bytes of pinned memory: %s", what, (unsigned long long)bytes, cudaGetErrorString(e));
+        return NULL;
+    }
+    memset(p, 0, bytes);
+    g->alloc[g->n_alloc].p = p;
+    g->alloc[g->n_alloc++].pinned = 1;
+    return p;
+}
+
+static void *uploaded(mk_gpu *g, const char *what, const void *src, uint64_t bytes, mk_err *err)
+{
+    void *p = device_memory(g, what, bytes, err);
+    cudaError_t e = p && bytes ? cudaMemcpy(p, src, bytes, cudaMemcpyHostToDevice) : cudaSuccess;
+    if (!e) return p;
+    cuda_fail(err, e, what);
+    return NULL;
+}
+
+/* The static tapes as the loaders see them, and the instructions that the expert loaders walk. */
+static int upload_tapes(mk_gpu *g, mk_err *err)
+{
+    const mk_program *p = g->prog;
+    uint32_t W = p->info.workers, n_seg = 0, n_expert = 0;
+    mk_tape_seg *seg = (mk_tape_seg *)calloc(p->info.n_insn + 1, sizeof *seg);
+    uint32_t *expert = (uint32_t *)calloc(p->info.n_insn + 1, 4), *first = (uint32_t *)calloc(2 * (W + 1), 4), *efirst = first + W + 1;
+    if (!seg || !expert || !first) {
+        free(seg), free(expert), free(first);
+        return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    }
+    for (uint32_t w = 0; w < W; w++) {
+        for (uint32_t k = p->queue[w]; k < p->queue[w + 1]; k++) {
+            const mk_insn *in = &p->insn[k];
+            if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = k;
+            if (!in->tape_bytes) continue;
+            int lm = in->opcode == MK_OP_LM_HEAD;
+            const mk_gemv *v = &in->gemv;
+            uint32_t halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1, wtype = lm ? in->lm_head.wtype : v->wtype;
+            uint32_t rows = lm ? in->lm_head.n : v->n * halves, kk = lm ? in->lm_head.k : v->k, nsegs = lm ? in->lm_head.nseg : v->nseg * halves;
+            uint32_t scale_k = lm ? MK_SCALE_ROWS : v->scale_k, planes = !lm && v->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
+            mk_tape_seg *s = &seg[n_seg++];
+            s->off = p->tape_base[w] + in->tape_off;
+            s->scales = (uint32_t)mk_segment_scale_bytes(wtype, kk, nsegs, scale_k);
+            s->kb_bytes = rows * MK_KBLOCK_BYTES;
+            s->nkb = (uint16_t)((kk + mk_kblock_values(wtype) - 1) / mk_kblock_values(wtype));
+            s->per = (uint16_t)mk_stage_kblocks(wtype, rows, planes);
+            s->nsegs = wtype == MK_W_FP8 ? (uint8_t)nsegs : 0;
+            s->shift = scale_k == 128 ? 1 : 0;
+            s->lm_head = (uint8_t)lm;
+        }
+        first[w + 1] = n_seg;
+        efirst[w + 1] = n_expert;
+    }
+    g->args.seg = (mk_tape_seg *)uploaded(g, "tape segments", seg, n_seg * sizeof *seg, err);
+    g->args.expert_insn = (uint32_t *)uploaded(g, "expert instructions", expert, n_expert * 4ull, err);
+    g->args.seg_first = (uint32_t *)uploaded(g, "tape index", first, 8ull * (W + 1), err);
+    g->args.expert_first = g->args.seg_first + W + 1;
+    free(seg), free(expert), free(first);
+    return g->args.seg && g->args.expert_insn && g->args.seg_first ? MK_OK : MK_E_CAPACITY;
+}
+
+static int allocate(mk_gpu *g, mk_err *err)
+{
+    const mk_program *p = g->prog;
+    const mk_program_info *i = &p->info;
+    mk_gpu_args *a = &g->args;
+    uint32_t slots = g->cfg.slots, context = g->cfg.context;
+    uint64_t steps = (uint64_t)MK_STEP_RING * MK_STEP_PACKETS * 16;
+    g->max_pages = (context + MK_PAGE - 1) / MK_PAGE;
+    a->n_vec = i->n_vec;
+    a->workers = i->workers;
+    a->max_pages = g->max_pages;
+    a->local_bytes = (uint32_t)i->local_bytes;
+    a->state_slot_bytes = i->state_slot_bytes;
+    a->kv_page_bytes = i->kv_page_bytes;
+    int ok = (a->insn = (mk_insn *)uploaded(g, "program", p->insn, (uint64_t)i->n_insn * sizeof(mk_insn), err)) &&
+             (a->queue = (uint32_t *)uploaded(g, "queues", p->queue, 4ull * (i->workers + 1), err)) &&
+             (a->vec = (mk_vec *)uploaded(g, "vectors", p->vec, (uint64_t)i->n_vec * sizeof(mk_vec), err)) &&
+             (a->start = (uint32_t *)uploaded(g, "slice starts", p->start, 4ull * i->n_start, err)) &&
+             (a->tape = (uint8_t *)device_memory(g, "tapes", i->tape_bytes, err)) &&
+             (a->expert = (uint8_t *)device_memory(g, "experts", i->expert_bytes, err)) &&
+             (a->embed = (uint8_t *)device_memory(g, "embedding", i->embed_bytes, err)) &&
+             (a->param = (float *)device_memory(g, "parameters", i->param_floats * 4, err)) &&
+             (a->exchange = (uint8_t *)device_memory(g, "exchange", i->exchange_bytes, err)) &&
+             (a->bulk = (uint8_t *)device_memory(g, "bulk vectors", i->bulk_bytes, err)) &&
+             (a->counter = (uint32_t *)device_memory(g, "counters", 4ull * i->n_counter, err)) &&
+             (a->state = (uint8_t *)device_memory(g, "recurrent state", i->state_slots * i->state_slot_bytes, err)) &&
+             (a->kv = (uint8_t *)device_memory(g, "KV cache", (uint64_t)i->kv_layers * i->kv_pages * i->kv_page_bytes, err)) &&
+             (g->pages = (uint32_t *)device_memory(g, "page tables", 4ull * slots * g->max_pages, err)) &&
+             (g->sched = (mk_sched *)device_memory(g, "schedule", sizeof(mk_sched), err)) &&
+             (g->st = (mk_sched_slot *)device_memory(g, "schedule", slots * (sizeof(mk_sched_slot) + 4), err)) &&
+             (a->step_ring = (uint4 *)device_memory(g, "step ring", steps, err)) &&
+             (a->abort = (uint32_t *)device_memory(g, "abort word", 4, err)) &&
+             (a->position = (uint32_t *)device_memory(g, "positions", 4ull * i->workers, err)) &&
+             (g->submit = (mk_submit *)pinned_memory(g, "submit ring", sizeof(mk_submit) * MK_SUBMIT_RING, err)) &&
+             (g->event = (mk_event *)pinned_memory(g, "token ring", sizeof(mk_event) * MK_EVENT_RING, err)) &&
+             (g->event_read = (uint32_t *)pinned_memory(g, "token ring", 64, err)) &&
+             (g->slot = (mk_slot *)pinned_memory(g, "slots", slots * sizeof(mk_slot), err)) &&
+             (g->page = (uint32_t *)pinned_memory(g, "page tables", 4ull * slots * g->max_pages, err)) &&
+             (g->token = (uint32_t *)pinned_memory(g, "token logs", 4ull * slots * context, err)) &&
+             (g->fault = (mk_fault *)pinned_memory(g, "fault record", sizeof(mk_fault), err)) &&
+             (g->heartbeat = (uint32_t *)pinned_memory(g, "heartbeat", 64, err)) &&
+             (g->bounce = (uint8_t *)pinned_memory(g, "transfers", MK_BOUNCE, err));
+    if (!ok) return err ? err->code : MK_E_CAPACITY;
+    g->active = (uint32_t *)(g->st + slots);
+    a->slot = g->slot;
+    a->page = g->pages;
+    a->sched = g->sched;
+    a->fault = g->fault;
+    a->heartbeat = g->heartbeat;
+    a->timeout_ns = (uint64_t)(g->cfg.timeout_ms ? g->cfg.timeout_ms : 2000) * 1000000u;
+    a->hang_worker = g->cfg.hang_worker ? g->cfg.hang_worker - 1 : MK_NONE;
+    a->hang_seq = g->cfg.hang_seq;
+    a->hang_step = g->cfg.hang_step;
+    return upload_tapes(g, err);
+}
+
+int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_err *err)
+{
+    *out = NULL;
+    mk_gpu_info info;
+    int rc = mk_gpu_probe(cfg->device, &info, err);
+    if (rc) return rc;
+    if ((rc = check_program(p, info.sms, err))) return rc;
+    uint32_t fixed = (uint32_t)sizeof(mk_shared) + (((uint32_t)p->info.local_bytes + 127) & ~127u);
+    uint32_t stages = info.smem > fixed ? (info.smem - fixed) / MK_STAGE_STRIDE : 0;
+    if (stages < MK_EXPERT_STAGES + 2)
+        return mk_fail(err, MK_E_PROGRAM, "%llu bytes of local vectors leave %u weight stages, at least %u are needed",
+                       (unsigned long long)p->info.local_bytes, stages, MK_EXPERT_STAGES + 2);
+    mk_gpu *g = (mk_gpu *)calloc(1, sizeof *g);
+    if (!g) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    g->prog = p;
+    g->cfg = *cfg;
+    g->device = cfg->device;
+    g->args.static_stages = stages - MK_EXPERT_STAGES < MK_STATIC_MAX ? stages - MK_EXPERT_STAGES : MK_STATIC_MAX;
+    g->smem = fixed + (g->args.static_stages + MK_EXPERT_STAGES) * MK_STAGE_STRIDE;
+    cudaError_t e;
+    int blocks = 0;
+    if ((e = cudaSetDevice(g->device)) || (e = cudaStreamCreateWithFlags(&g->run, cudaStreamNonBlocking)) ||
+        (e = cudaStreamCreateWithFlags(&g->copy, cudaStreamNonBlocking)) || (e = cudaEventCreateWithFlags(&g->left, cudaEventDisableTiming)) ||
+        (e = cudaFuncSetAttribute(mk_kernel_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, (int)g->smem)) ||
+        (e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, mk_kernel_entry(), MK_THREADS, g->smem))) {
+        mk_gpu_destroy(&g);
+        return cuda_fail(err, e, "preparing the kernel");
+    }
+    if (blocks < 1) {
+        mk_gpu_destroy(&g);
+        return mk_fail(err, MK_E_DEVICE, "the kernel does not fit an SM: %u bytes of shared memory, %d threads", p->info.smem_limit, MK_THREADS);
+    }
+    if ((rc = allocate(g, err))) {
+        mk_gpu_destroy(&g);
+        return rc;
+    }
+    *out = g;
+    return MK_OK;
+}
+
+int mk_gpu_upload(mk_gpu *g, const mk_memory *host, mk_err *err)
+{
+    const mk_program_info *i = &g->prog->info;
+    cudaError_t e;
+    if ((e = cudaMemcpy((void *)g->args.tape, host->tape, i->tape_bytes, cudaMemcpyHostToDevice)) ||
+        (e = cudaMemcpy((void *)g->args.expert, host->expert, i->expert_bytes, cudaMemcpyHostToDevice)) ||
+        (e = cudaMemcpy((void *)g->args.embed, host->embed, i->embed_bytes, cudaMemcpyHostToDevice)) ||
+        (e = cudaMemcpy((void *)g->args.param, host->param, i->param_floats * 4, cudaMemcpyHostToDevice)))
+        return cuda_fail(err, e, "uploading weights");
+    return MK_OK;
+}
+
+/* ---- running -------------------------------------------------------------------------------------------------------- */
+
+/* Packets all carry epoch0, which nobody waits for. */
+static cudaError_t reset_exchange(mk_gpu *g, uint32_t epoch0)
+{
+    uint64_t bytes = g->prog->info.exchange_bytes;
+    uint32_t *q = (uint32_t *)g->bounce;
+    for (uint32_t i = 0; i < MK_BOUNCE / 16; i++) {
+        q[4 * i] = q[4 * i + 1] = q[4 * i + 2] = 0;
+        q[4 * i + 3] = epoch0;
+    }
+    for (uint64_t at = 0; at < bytes; at += MK_BOUNCE) {
+        cudaError_t e = cudaMemcpyAsync(g->args.exchange + at, q, bytes - at < MK_BOUNCE ? bytes - at : MK_BOUNCE, cudaMemcpyHostToDevice, g->copy);
+        if (e) return e;
+    }
+    return cudaStreamSynchronize(g->copy);
+}
+
+int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err)
+{
+    mk_gpu_args *a = &g->args;
+    uint32_t slots = g->cfg.slots;
+    mk_sched s;
+    memset(&s, 0, sizeof s);
+    s.submit = g->submit;
+    s.event = g->event;
+    s.event_read = g->event_read;
+    s.slot = g->slot;
+    s.token = g->token;
+    s.max_context = g->cfg.context;
+    s.n_slots = slots;
+    s.st = g->st;
+    s.active = g->active;
+    a->epoch0 = epoch0;
+    g->submit_next = 0;
+    memset(g->submit, 0, sizeof(mk_submit) * MK_SUBMIT_RING);
+    memset(g->event, 0, sizeof(mk_event) * MK_EVENT_RING);
+    memset(g->fault, 0, sizeof *g->fault);
+    g->event_read[0] = g->heartbeat[0] = g->heartbeat[1] = 0;
+    cudaError_t e;
+    void *arg[1] = {a};
+    if ((e = cudaSetDevice(g->device)) || (e = reset_exchange(g, epoch0)) || (e = cudaMemset(a->counter, 0, 4ull * g->prog->info.n_counter)) ||
+        (e = cudaMemset(a->step_ring, 0, (size_t)MK_STEP_RING * MK_STEP_PACKETS * 16)) || (e = cudaMemset(a->abort, 0, 4)) ||
+        (e = cudaMemset(a->position, 0, 4ull * g->prog->info.workers)) ||
+        (e = cudaMemset(g->st, 0, slots * (sizeof(mk_sched_slot) + 4))) || (e = cudaMemcpy(g->sched, &s, sizeof s, cudaMemcpyHostToDevice)) ||
+        (e = cudaDeviceSynchronize()) ||
+        (e = cudaLaunchKernel(mk_kernel_entry(), dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) ||
+        (e = cudaEventRecord(g->left, g->run)))
+        return cuda_fail(err, e, "starting the kernel");
+    g->running = 1;
+    return MK_OK;
+}
+
+mk_gpu_rings mk_gpu_sched_rings(mk_gpu *g)
+{
+    mk_gpu_rings r = {g->event, g->event_read, g->slot, g->page, g->token, g->max_pages};
+    return r;
+}
+
+int mk_gpu_submit(mk_gpu *g, const mk_submit *s, mk_err *err)
+{
+    uint32_t taken = __atomic_load_n(&g->heartbeat[1], __ATOMIC_ACQUIRE);
+    if (g->submit_next - taken >= MK_SUBMIT_RING) return mk_fail(err, MK_E_CAPACITY, "the submit ring is full (%u entries)", MK_SUBMIT_RING);
+    if (s->op == MK_SUB_OPEN && s->slot < g->cfg.slots) {
+        size_t at = (size_t)s->slot * g->max_pages;
+        cudaError_t e = cudaMemcpyAsync(g->pages + at, g->page + at, 4ull * g->max_pages, cudaMemcpyHostToDevice, g->copy);
+        if (!e) e = cudaStreamSynchronize(g->copy);
+        if (e) return cuda_fail(err, e, "handing over a page table");
+    }
+    mk_submit *slot = &g->submit[g->submit_next % MK_SUBMIT_RING];
+    slot->op = s->op;
+    slot->slot = s->slot;
+    slot->generation = s->generation;
+    slot->arg0 = s->arg0;
+    slot->arg1 = s->arg1;
+    slot->tag = s->tag;
+    __atomic_store_n(&slot->seq, ++g->submit_next, __ATOMIC_RELEASE);
+    return MK_OK;
+}
+
+uint32_t mk_gpu_steps(const mk_gpu *g)
+{
+    return __atomic_load_n(&g->heartbeat[0], __ATOMIC_ACQUIRE);
+}
+
+int mk_gpu_left(mk_gpu *g)
+{
+    return !g->running || cudaEventQuery(g->left) != cudaErrorNotReady;
+}
+
+int mk_gpu_read_bulk(mk_gpu *g, uint64_t offset, void *dst, uint64_t bytes, mk_err *err)
+{
+    for (uint64_t at = 0; at < bytes; at += MK_BOUNCE) {
+        uint64_t n = bytes - at < MK_BOUNCE ? bytes - at : MK_BOUNCE;
+        cudaError_t e = cudaMemcpyAsync(g->bounce, g->args.bulk + offset + at, n, cudaMemcpyDeviceToHost, g->copy);
+        if (!e) e = cudaStreamSynchronize(g->copy);
+        if (e) return cuda_fail(err, e, "reading bulk memory");
+        memcpy((uint8_t *)dst + at, g->bounce, n);
+    }
+    return MK_OK;
+}
+
+/* Who publishes slice `slice` of publication `pub` of a vector; NULL: it depends on the route. */
+static const mk_insn *publisher(const mk_program *p, uint32_t vec, uint32_t pub, uint32_t slice, uint32_t *worker)
+{
+    for (uint32_t w = 0; w < p->info.workers; w++)
+        for (uint32_t k = p->queue[w]; k < p->queue[w + 1]; k++) {
+            const mk_insn *in = &p->insn[k];
+            if (in->signal_vec != vec || in->signal_pub != pub || in->signal_slice != slice) continue;
+            *worker = w;
+            return in;
+        }
+    return NULL;
+}
+
+int mk_gpu_fault(const mk_gpu *g, char *text, size_t size)
+{
+    const mk_fault *f = g->fault;
+    const mk_program *p = g->prog;
+    if (!__atomic_load_n(&f->kind, __ATOMIC_ACQUIRE)) return 0;
+    int n = snprintf(text, size, "step %u: worker %u waited %llu ms at instruction %u (%s, layer %d) for ", f->step, f->worker,
+                     (unsigned long long)(g->args.timeout_ns / 1000000), f->seq, mk_opcode_name(f->opcode), f->layer == MK_NONE ? -1 : (int)f->layer);
+    if (n < 0 || (size_t)n >= size) return 1;
+    text += n;
+    size -= (size_t)n;
+    if (f->kind == MK_FAULT_PACKET) {
+        const mk_vec *v = &p->vec[f->vec];
+        uint32_t slice = f->slice0 + f->packet / v->slice_packets, w = 0;
+        const mk_insn *in = v->flags & MK_VEC_DYNAMIC ? NULL : publisher(p, f->vec, f->pub, slice, &w);
+        n = snprintf(text, size, "vector %s publication %u slice %u row %u: expected epoch %#x, found %#x", v->name, f->pub, slice, f->row, f->expected,
+                     f->found);
+        if (in && n > 0 && (size_t)n < size)
+            snprintf(text + n, size - (size_t)n, "; it comes from worker %u, instruction %u (%s, layer %d)", w, in->seq, mk_opcode_name(in->opcode),
+                     in->layer == MK_NONE ? -1 : (int)in->layer);
+    } else if (f->kind == MK_FAULT_COUNTER) {
+        snprintf(text, size, "counter of %s publication %u: expected %u, found %u", p->vec[f->vec].name, f->pub, f->expected, f->found);
+    } else {
+        snprintf(text, size, "%s", f->kind == MK_FAULT_TAPE ? "weights of the static tape" : f->kind == MK_FAULT_EXPERT ? "weights of an expert" : "the expert loader");
+    }
+    return 1;
+}
+
+/* The kernel has left or the time is over. */
+static int wait_left(mk_gpu *g, uint32_t ms)
+{
+    for (uint32_t i = 0; i < 10 * ms; i++) {
+        if (mk_gpu_left(g)) return 1;
+        usleep(100);
+    }
+    return mk_gpu_left(g);
+}
+
+int mk_gpu_stop(mk_gpu *g, uint32_t ms, mk_err *err)
+{
+    if (!g->running) return MK_OK;
+    mk_submit stop;
+    memset(&stop, 0, sizeof stop);
+    stop.op = MK_SUB_STOP;
+    int clean = mk_gpu_submit(g, &stop, err) == MK_OK && wait_left(g, ms);
+    if (!clean) {
+        *(uint32_t *)g->bounce = 1;
+        cudaMemcpyAsync(g->args.abort, g->bounce, 4, cudaMemcpyHostToDevice, g->copy);
+        wait_left(g, 2 * ms);
+    }
+    cudaError_t e = cudaEventQuery(g->left);
+    char text[512];
+    if (e == cudaErrorNotReady) return mk_fail(err, MK_E_DEVICE, "the kernel does not leave, not even when aborted");
+    g->running = 0;
+    if (e) return cuda_fail(err, e, "the kernel");
+    if (mk_gpu_fault(g, text, sizeof text)) return mk_fail(err, MK_E_DEVICE, "%s", text);
+    return clean ? MK_OK : mk_fail(err, MK_E_DEVICE, "the kernel did not stop within %u ms and was aborted", ms);
+}
+
+void mk_gpu_destroy(mk_gpu **pg)
+{
+    mk_gpu *g = *pg;
+    if (!g) return;
+    mk_gpu_stop(g, 1000, NULL);
+    for (int i = 0; i < g->n_alloc; i++)
+        if (g->alloc[i].pinned)
+            cudaFreeHost(g->alloc[i].p);
+        else
+            cudaFree(g->alloc[i].p);
+    if (g->left) cudaEventDestroy(g->left);
+    if (g->run) cudaStreamDestroy(g->run);
+    if (g->copy) cudaStreamDestroy(g->copy);
+    free(g);
+    *pg = NULL;
+}

@@ -1,0 +1,76 @@
+/* The resident kernel's host side: one GPU, one program, one launch. C on the outside; needs no driver until mk_gpu_new is called.
+ *
+ *   mk_gpu_probe -> mk_gpu_new -> mk_gpu_upload -> mk_gpu_start -> (rings) -> mk_gpu_stop -> [mk_gpu_start ...] -> mk_gpu_destroy
+ *
+ * Between start and stop nothing here calls CUDA but for copy-engine transfers on a stream made beforehand. One caller at a time. */
+#ifndef MK_GPU_H
+#define MK_GPU_H
+
+#include "instructions/op.h"
+#include "megakernel/rings.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct mk_gpu mk_gpu;
+
+typedef struct mk_gpu_info {
+    char name[256];
+    uint32_t sms;
+    uint32_t smem;   /* bytes of shared memory a block may have */
+    uint64_t memory; /* bytes of device memory */
+} mk_gpu_info;
+
+typedef struct mk_gpu_config {
+    int device;
+    uint32_t slots;      /* stream slots */
+    uint32_t context;    /* tokens of a slot's log */
+    uint32_t timeout_ms; /* of every wait but the idle ones; 0: 2000 */
+    uint32_t hang_worker, hang_seq, hang_step; /* fault injection: worker + 1 (0: none) stops before that instruction of that step */
+} mk_gpu_config;
+
+/* What host and device share; all pinned. A submit entry goes through mk_gpu_submit. */
+typedef struct mk_gpu_rings {
+    mk_event *event;      /* [MK_EVENT_RING] */
+    uint32_t *event_read; /* events the host has taken; release */
+    mk_slot *slot;        /* [slots] */
+    uint32_t *page;       /* [slots * max_pages] */
+    uint32_t *token;      /* [slots * context] */
+    uint32_t max_pages;
+} mk_gpu_rings;
+
+/* MK_E_DEVICE, with what the driver says, when there is no usable GPU. */
+int mk_gpu_probe(int device, mk_gpu_info *info, mk_err *err);
+
+/* Checks that the kernel can run the program (shapes, shared memory, workers at most the SMs), allocates everything. The program must outlive it
+ * and must have passed the validator. */
+int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **g, mk_err *err);
+/* Copies tape, expert, embed and param of a packed host memory to the device. */
+int mk_gpu_upload(mk_gpu *g, const mk_memory *host, mk_err *err);
+/* Resets rings, exchange and schedule and launches the kernel. Publications carry epochs above epoch0: after an earlier run, above all that it used. */
+int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err);
+
+mk_gpu_rings mk_gpu_sched_rings(mk_gpu *g);
+/* Puts one entry into the submit ring (seq is filled in). OPEN also hands the slot's page table to the device, so it must be complete.
+ * MK_E_CAPACITY when the ring is full. */
+int mk_gpu_submit(mk_gpu *g, const mk_submit *s, mk_err *err);
+uint32_t mk_gpu_steps(const mk_gpu *g); /* finished since the start */
+
+/* 1: the kernel has left; 0: it runs. */
+int mk_gpu_left(mk_gpu *g);
+/* Copies from the bulk region by copy engine, whatever the kernel is doing. */
+int mk_gpu_read_bulk(mk_gpu *g, uint64_t offset, void *dst, uint64_t bytes, mk_err *err);
+/* One line about the wait that ran out: worker, instruction, what it waited for and who should have published it. Returns 0 when there was none. */
+int mk_gpu_fault(const mk_gpu *g, char *text, size_t size);
+
+/* Asks SCHEDULE to stop and waits for the kernel to leave, `ms` at most; then aborts it. Events keep their place in the ring. MK_E_DEVICE when the
+ * kernel had to be aborted or died. */
+int mk_gpu_stop(mk_gpu *g, uint32_t ms, mk_err *err);
+void mk_gpu_destroy(mk_gpu **g);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

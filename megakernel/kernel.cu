@@ -1,0 +1,297 @@
+/* The resident kernel: one block a worker, launched once, leaves when SCHEDULE is told to stop or somebody aborts.
+ *
+ *   warps 0-15   compute: the instructions of the queue, one after the other, all warps on each
+ *   controller   waits for the next step descriptor, then feeds the queue's instructions, a few ahead
+ *   static       streams the worker's tape into its ring, over instruction, layer and step boundaries
+ *   expert       waits for the route of a layer, then streams the slices that fall to this worker
+ *
+ * On abort every wait falls through; the compute warps finish what they were fed (with what is there: rows of an aborted step are void)
+ * and leave together, because it is the controller who tells them to. */
+#include "megakernel/kernel.h"
+
+#include "instructions/combine.cuh"
+#include "instructions/conv_step.cuh"
+#include "instructions/delta_step.cuh"
+#include "instructions/embed.cuh"
+#include "instructions/expert_down.cuh"
+#include "instructions/expert_up.cuh"
+#include "instructions/gemv.cuh"
+#include "instructions/kv_append.cuh"
+#include "instructions/lm_head.cuh"
+#include "instructions/mla_partial.cuh"
+#include "instructions/route.cuh"
+#include "instructions/sample.cuh"
+#include "instructions/schedule.cuh"
+
+/* ---- compute -------------------------------------------------------------------------------------------------------- */
+
+MK_DEV void compute(const mk_gpu_args *a, mk_shared *sh, uint8_t *local, const uint8_t *stages)
+{
+    mk_dev d;
+    d.a = a;
+    d.sh = sh;
+    d.local = local;
+    d.step = &sh->step;
+    d.worker = blockIdx.x;
+    d.tid = threadIdx.x;
+    d.warp = threadIdx.x / 32;
+    d.lane = threadIdx.x % 32;
+    d.tape.full = mk_smem(sh->static_full);
+    d.tape.empty = mk_smem(sh->static_empty);
+    d.tape.stage = stages;
+    d.tape.n = a->static_stages;
+    d.expert.full = mk_smem(sh->expert_full);
+    d.expert.empty = mk_smem(sh->expert_empty);
+    d.expert.stage = stages + a->static_stages * MK_STAGE_STRIDE;
+    d.expert.n = MK_EXPERT_STAGES;
+    d.tape.at = d.tape.parity = d.expert.at = d.expert.parity = 0;
+    d.staged.valid = 0;
+    d.parity = d.route_parity = 0;
+
+    /* The worker that schedules also opens: its queue ends with SCHEDULE. */
+    uint32_t last = a->queue[d.worker + 1];
+    if (d.tid == 0 && last > a->queue[d.worker] && a->insn[last - 1].opcode == MK_OP_SCHEDULE) mk_schedule_next(a);
+    __syncwarp();
+
+    for (uint32_t n = 0;; n++) {
+        uint32_t slot = n % MK_INSN_RING, parity = n / MK_INSN_RING & 1;
+        while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), parity)) {}
+        d.in = &sh->insn[slot];
+        switch (d.in->opcode) {
+        case MK_OP_EMBED: mk_embed_run(&d); break;
+        case MK_OP_GEMV: mk_gemv_run(&d); break;
+        case MK_OP_CONV_STEP: mk_conv_step_run(&d); break;
+        case MK_OP_DELTA_STEP: mk_delta_step_run(&d); break;
+        case MK_OP_KV_APPEND: mk_kv_append_run(&d); break;
+        case MK_OP_MLA_PARTIAL: mk_mla_partial_run(&d); break;
+        case MK_OP_COMBINE: mk_combine_run(&d); break;
+        case MK_OP_ROUTE: mk_route_run(&d); break;
+        case MK_OP_EXPERT_UP: mk_expert_up_run(&d); break;
+        case MK_OP_EXPERT_DOWN: mk_expert_down_run(&d); break;
+        case MK_OP_LM_HEAD: mk_lm_head_run(&d); break;
+        case MK_OP_SAMPLE: mk_sample_run(&d); break;
+        case MK_OP_SCHEDULE: mk_schedule_run(&d); break;
+        default: return;
+        }
+        __syncwarp();
+        if (d.lane == 0) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
+    }
+}
+
+/* ---- controller ----------------------------------------------------------------------------------------------------- */
+
+/* Waits for the descriptor of step `seq` (as long as it takes) and copies it to shared memory. False: leave. */
+MK_DEV bool step_receive(const mk_gpu_args *a, mk_shared *sh, uint32_t seq, uint32_t lane)
+{
+    const uint4 *p = a->step_ring + (seq % MK_STEP_RING) * MK_STEP_PACKETS + lane;
+    uint32_t *word = (uint32_t *)&sh->step;
+    bool mine = lane < MK_STEP_PACKETS, leave = false;
+    uint4 q = make_uint4(0, 0, 0, seq + 1);
+    for (uint32_t n = 0;; n++) {
+        if (mine) q = mk_packet_load(p);
+        if (__all_sync(0xffffffffu, q.w == seq + 1)) break;
+        if ((n & 63) == 63) leave = mk_load_relaxed(a->abort) != 0;
+        if (__any_sync(0xffffffffu, leave)) return false;
+    }
+    const uint32_t w[3] = {q.x, q.y, q.z};
+#pragma unroll
+    for (uint32_t k = 0; k < 3; k++)
+        if (mine && 3 * lane + k < sizeof(mk_step) / 4) word[3 * lane + k] = w[k];
+    __syncwarp();
+    return sh->step.nrows != 0;
+}
+static_assert(MK_STEP_PACKETS <= 32, "one packet a lane");
+
+MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
+{
+    const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->queue[worker], end = a->queue[worker + 1];
+    uint32_t fed = 0; /* instructions so far */
+    bool leave = first == end;
+    for (uint32_t seq = 0; !leave; seq++) {
+        /* the compute warps may still read the last descriptor */
+        for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++)
+            while (!mk_mbar_try(mk_smem(&sh->insn_empty[i % MK_INSN_RING]), i / MK_INSN_RING & 1)) {}
+        if (!step_receive(a, sh, seq, lane)) break;
+        if (lane == 0) sh->logits[seq & 3] = (seq + 1) * 2 + (sh->step.any_logits != 0);
+        for (uint32_t i = first; i < end; i++, fed++) {
+            uint32_t slot = fed % MK_INSN_RING;
+            uint4 part = make_uint4(0, 0, 0, 0);
+            if (lane < sizeof(mk_insn) / 16) part = __ldg((const uint4 *)(a->insn + i) + lane);
+            bool hang = a->hang_worker == worker && i - first == a->hang_seq && seq == a->hang_step;
+            for (uint32_t n = 0; !leave; n++) {
+                bool free = fed < MK_INSN_RING || mk_mbar_try(mk_smem(&sh->insn_empty[slot]), (fed / MK_INSN_RING & 1) ^ 1);
+                if (__all_sync(0xffffffffu, free && !hang)) break;
+                if ((n & 15) == 15) leave = __any_sync(0xffffffffu, mk_load_relaxed(a->abort));
+            }
+            if (leave) break;
+            if (lane < sizeof(mk_insn) / 16) ((uint4 *)&sh->insn[slot])[lane] = part;
+            __syncwarp();
+            if (lane == 0) {
+                mk_store_relaxed(a->position + worker, i - first);
+                mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
+            }
+        }
+    }
+    uint32_t slot = fed % MK_INSN_RING;
+    if (fed >= MK_INSN_RING)
+        while (!mk_mbar_try(mk_smem(&sh->insn_empty[slot]), (fed / MK_INSN_RING & 1) ^ 1)) {}
+    if (lane == 0) {
+        sh->leave = 1;
+        sh->insn[slot].opcode = MK_OP_LEAVE;
+        mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
+    }
+}
+
+/* ---- loaders -------------------------------------------------------------------------------------------------------- */
+
+/* A ring of stages as its loader (one thread) walks it. */
+typedef struct mk_feed {
+    uint32_t full, empty, stage, n, at, parity;
+    uint64_t policy;
+    mk_shared *sh;
+} mk_feed;
+
+/* False: leave. A loader waits as long as it takes; the compute warps bound the wait. */
+MK_DEV bool feed_wait(const mk_feed *f)
+{
+    while (!mk_mbar_try(f->empty + 8 * f->at, f->parity ^ 1))
+        if (f->sh->leave) return false;
+    return true;
+}
+
+/* Streams one segment: whole K blocks a stage, each stage with the scales of its blocks. */
+MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scale_bytes, uint32_t kb_bytes, uint32_t nkb, uint32_t per, uint32_t nsegs,
+                         uint32_t shift)
+{
+    const uint8_t *weights = segment + scale_bytes;
+    for (uint32_t kb = 0; kb < nkb; kb += per) {
+        uint32_t nk = nkb - kb < per ? nkb - kb : per, bytes = nk * kb_bytes, lo = 0, scales = 0;
+        if (nsegs) {
+            lo = ((kb >> shift) * nsegs * 4) & ~15u;
+            scales = ((((kb + nk - 1) >> shift) + 1) * nsegs * 4 + 15 & ~15u) - lo;
+        }
+        if (!feed_wait(f)) return false;
+        uint32_t bar = f->full + 8 * f->at, to = f->stage + f->at * MK_STAGE_STRIDE;
+        mk_mbar_expect(bar, bytes + scales);
+        mk_bulk_copy(to, weights + (size_t)kb * kb_bytes, bytes, bar, f->policy);
+        if (scales) mk_bulk_copy(to + MK_STAGE_BYTES, segment + lo, scales, bar, f->policy);
+        if (++f->at == f->n) {
+            f->at = 0;
+            f->parity ^= 1;
+        }
+    }
+    return true;
+}
+
+/* Nothing may be in flight when the block leaves. A stage at or after f->at was last filled a lap ago or never; both are waited for by the
+ * other parity, which an untouched barrier passes at once. */
+MK_DEV void feed_drain(const mk_feed *f)
+{
+    for (uint32_t i = 0; i < f->n; i++)
+        while (!mk_mbar_try(f->full + 8 * i, i < f->at ? f->parity : f->parity ^ 1)) {}
+}
+
+MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh, const uint8_t *stages)
+{
+    const uint32_t worker = blockIdx.x, first = a->seg_first[worker], end = a->seg_first[worker + 1];
+    mk_feed f = {mk_smem(sh->static_full), mk_smem(sh->static_empty), mk_smem(stages), a->static_stages, 0, 0, mk_evict_first(), sh};
+    bool on = first < end;
+    for (uint32_t seq = 0; on; seq++)
+        for (uint32_t i = first; i < end && on; i++) {
+            const mk_tape_seg s = a->seg[i];
+            if (s.lm_head) { /* only now does it matter what the step is */
+                uint32_t seen;
+                while ((seen = sh->logits[seq & 3]) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !sh->leave;
+                if (!on || !(seen & 1)) continue;
+            }
+            on = feed_segment(&f, a->tape + s.off, s.scales, s.kb_bytes, s.nkb, s.per, s.nsegs, s.shift);
+        }
+    feed_drain(&f);
+}
+
+MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh, const uint8_t *local, const uint8_t *stages)
+{
+    const uint32_t worker = blockIdx.x, first = a->expert_first[worker], end = a->expert_first[worker + 1];
+    mk_feed f = {mk_smem(sh->expert_full), mk_smem(sh->expert_empty), mk_smem(stages), MK_EXPERT_STAGES, 0, 0, mk_evict_first(), sh};
+    uint32_t parity = 0;
+    bool on = first < end;
+    while (on) {
+        const mk_routes *routes = 0;
+        uint32_t n_union = 0, any = 0;
+        for (uint32_t i = first; i < end && on; i++) {
+            const mk_insn *in = a->insn + a->expert_insn[i];
+            if (in->opcode == MK_OP_ROUTE) {
+                if (any) mk_mbar_arrive(mk_smem(&sh->route_empty)); /* the layer before is issued */
+                any = 1;
+                while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !sh->leave;
+                parity ^= 1;
+                routes = (const mk_routes *)(local + sh->vec[in->signal_vec].offset);
+                n_union = on ? routes->n_union : 0;
+            } else {
+                const mk_expert e = in->expert;
+                const uint32_t up = in->opcode == MK_OP_EXPERT_UP, T = e.T, values = mk_kblock_values(e.wtype), nkb = (e.k + values - 1) / values;
+                const uint32_t nsegs = e.nseg * (up ? 2 : 1);
+                const uint32_t scales = (uint32_t)mk_segment_scale_bytes(e.wtype, e.k, nsegs, MK_SCALE_ROWS);
+                for (uint32_t j = 0; j < n_union && on; j++) {
+                    const uint8_t *base = a->expert + e.base + routes->expert[j] * e.expert_stride;
+                    for (uint32_t t = up ? mk_deal_first(j, T, worker, a->workers) : e.t; t < T && on; t += up ? a->workers : T) {
+                        uint32_t rows = up ? 2 * (mk_start(t + 1, e.inter, T) - mk_start(t, e.inter, T)) : e.n;
+                        on = feed_segment(&f, base + (uint64_t)t * e.slice_stride, scales, rows * MK_KBLOCK_BYTES, nkb,
+                                          mk_stage_kblocks(e.wtype, rows, 1), nsegs, 1);
+                    }
+                }
+            }
+        }
+        mk_mbar_arrive(mk_smem(&sh->route_empty));
+    }
+    feed_drain(&f);
+}
+
+/* ---- the kernel ----------------------------------------------------------------------------------------------------- */
+
+extern __shared__ __align__(128) uint8_t mk_dynamic[];
+
+__global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_constant__ mk_gpu_args a)
+{
+    mk_shared *sh = (mk_shared *)mk_dynamic;
+    uint8_t *local = mk_dynamic + sizeof(mk_shared), *stages = local + ((a.local_bytes + 127) & ~127u);
+    const uint32_t warp = threadIdx.x / 32;
+
+    if (threadIdx.x == 0) {
+        for (uint32_t i = 0; i < MK_INSN_RING; i++) {
+            mk_mbar_init(&sh->insn_full[i], 1);
+            mk_mbar_init(&sh->insn_empty[i], MK_WARPS);
+        }
+        for (uint32_t i = 0; i < MK_STATIC_MAX; i++) {
+            mk_mbar_init(&sh->static_full[i], 1);
+            mk_mbar_init(&sh->static_empty[i], MK_WARPS);
+        }
+        for (uint32_t i = 0; i < MK_EXPERT_STAGES; i++) {
+            mk_mbar_init(&sh->expert_full[i], 1);
+            mk_mbar_init(&sh->expert_empty[i], MK_WARPS);
+        }
+        mk_mbar_init(&sh->route_full, 1);
+        mk_mbar_init(&sh->route_empty, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
+        sh->leave = 0;
+    }
+    for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 4; i += MK_THREADS) ((uint32_t *)sh->vec)[i] = ((const uint32_t *)a.vec)[i];
+    __syncthreads();
+
+    if (warp < MK_WARPS) {
+        compute(&a, sh, local, stages);
+    } else if (warp == MK_WARP_CONTROL) {
+        control(&a, sh);
+    } else if (threadIdx.x % 32 == 0) {
+        if (warp == MK_WARP_STATIC)
+            stream_static(&a, sh, stages);
+        else
+            stream_experts(&a, sh, local, stages + a.static_stages * MK_STAGE_STRIDE);
+    }
+}
+
+const void *mk_kernel_entry(void)
+{
+    return (const void *)mk_resident;
+}
