@@ -183,8 +183,10 @@ void mk_model_destroy(mk_model **p)
 {
     mk_model *m = *p;
     if (!m) return;
-    for (uint32_t i = 0; m->layer && i < m->layers; i++)
+    for (uint32_t i = 0; m->layer && i < m->layers; i++) {
         if (m->layer[i].mixer == MK_MIX_MLA) free(m->layer[i].mla.inv_freq);
+        if (m->layer[i].mixer == MK_MIX_GQA) free(m->layer[i].gqa.inv_freq);
+    }
     free(m->layer);
     free(m);
     *p = NULL;
@@ -227,7 +229,7 @@ static void walk_layer(const walker *w, mk_layer *y)
     visit_par(w, &y->post_norm.gamma, 0);
     if (y->mixer == MK_MIX_DELTA) {
         mk_delta_mixer *d = &y->delta;
-        mk_mat *mats[] = {&d->q, &d->k, &d->v, &d->f_a, &d->f_b, &d->g_a, &d->g_b, &d->b, &d->o};
+        mk_mat *mats[] = {&d->q, &d->k, &d->v, &d->f_a, &d->f_b, &d->g_a, &d->g_b, &d->b, &d->z, &d->a, &d->o};
         for (size_t i = 0; i < sizeof mats / sizeof *mats; i++) visit(w, mats[i], 0, 0);
         visit_par(w, &d->conv_q, d->taps);
         visit_par(w, &d->conv_k, d->taps);
@@ -235,6 +237,14 @@ static void walk_layer(const walker *w, mk_layer *y)
         visit_par(w, &d->a_log, 0);
         visit_par(w, &d->dt_bias, 0);
         visit_par(w, &d->o_norm, 0);
+    } else if (y->mixer == MK_MIX_GQA) {
+        mk_gqa_mixer *a = &y->gqa;
+        visit(w, &a->q, 0, 0);
+        visit(w, &a->k, 0, 0);
+        visit(w, &a->v, 0, 0);
+        visit(w, &a->o, 0, 0);
+        visit_par(w, &a->q_norm.gamma, 0);
+        visit_par(w, &a->k_norm.gamma, 0);
     } else {
         mk_mla_mixer *a = &y->mla;
         visit(w, &a->q_a, 0, 0);
@@ -256,6 +266,7 @@ static void walk_layer(const walker *w, mk_layer *y)
         visit(w, &e->up, 0, e->experts);
         visit(w, &e->down, 0, e->experts);
         walk_dense(w, &e->shared);
+        visit(w, &e->shared_gate, 0, 0);
     }
 }
 
@@ -294,6 +305,7 @@ typedef struct resolver {
     enum mk_weights_mode mode;
     const mk_alias *alias;
     int bare; /* names lack the leading "model." */
+    int nested; /* "model.language_model." stands for "model." */
     uint8_t *used;
     mk_err *err;
     int rc;
@@ -310,6 +322,10 @@ static const mk_tensor *lookup(const resolver *r, const char *pattern, uint32_t 
 static const mk_tensor *find_spelling(const resolver *r, char name[MK_NAME])
 {
     if (r->bare && !strncmp(name, "model.", 6)) memmove(name, name + 6, strlen(name + 6) + 1);
+    if (r->nested && !strncmp(name, "model.", 6)) {
+        char other[MK_NAME];
+        if (snprintf(other, sizeof other, "model.language_model.%s", name + 6) < MK_NAME) memcpy(name, other, sizeof other);
+    }
     const mk_tensor *t = lookup(r, name, 0);
     for (const mk_alias *a = r->alias; !t && a && a->from; a++) {
         const char *at = strstr(name, a->from);
@@ -359,6 +375,22 @@ static int check_mat(resolver *r, const mk_mat *mat, const mk_tensor *t, uint64_
     return MK_OK;
 }
 
+/* One tensor of all experts of a matrix; what the matrix's head fields say of it was set by the architecture. */
+static int check_stacked(resolver *r, mk_mat *mat, const mk_tensor *t, uint32_t experts)
+{
+    char shape[96];
+    if (t->ndim != 3 || t->shape[0] != experts || t->shape[1] != mat->head_stride || t->shape[2] != mat->k) {
+        shape_text(t, shape);
+        return mk_fail(r->err, MK_E_MODEL, "%s: tensor %s has shape %s, config.json makes it [%u, %u, %u]", t->file, t->name, shape, experts,
+                       mat->head_stride, mat->k);
+    }
+    if (!is_float(t->dtype))
+        return mk_fail(r->err, MK_E_MODEL, "%s: tensor %s holds all experts in an unsupported dtype, expected BF16, F16 or F32", t->file, t->name);
+    mat->source = MK_SRC_STACKED;
+    mark(r, t);
+    return MK_OK;
+}
+
 static int blocks_map(mk_mat *mat, uint64_t cols)
 {
     for (uint32_t sk = 128; sk >= 64; sk /= 2) {
@@ -384,7 +416,7 @@ static int decide(resolver *r, mk_mat *mat, enum mk_st_dtype dtype, uint32_t col
     if (r->mode == MK_WEIGHTS_BF16) return MK_OK;
     if (dtype == MK_ST_F8_E4M3 && mat != &r->m->embed) { /* EMBED reads single rows of BF16 */
         mat->wtype = MK_W_FP8;
-        if (mat->source == MK_SRC_PLAIN || blocks_map(mat, cols)) return MK_OK;
+        if (mat->source == MK_SRC_PLAIN || mat->source == MK_SRC_STACKED || blocks_map(mat, cols)) return MK_OK;
         return mk_fail(r->err, MK_E_MODEL,
                        "tensor %s: its 128x128 FP8 blocks straddle the heads (%u of %u rows from row %u), pass --weights bf16", mat->tensor,
                        mat->head_n, mat->head_stride, mat->head_off);
@@ -408,6 +440,10 @@ static void resolve_mat(void *arg, mk_mat *mat, uint32_t cols, uint32_t experts)
     if (mat->source == MK_SRC_HEAD_ROWS) rows = (uint64_t)mat->n / mat->head_n * mat->head_stride;
     if (mat->source == MK_SRC_HEAD_T) rows = (uint64_t)mat->n / cols * mat->head_stride;
     const mk_tensor *first = find_spelling(r, mat->tensor);
+    if (experts > 1 && first && !strstr(mat->tensor, "%u")) { /* one tensor for all of them */
+        if (!(r->rc = check_stacked(r, mat, first, experts))) r->rc = decide(r, mat, first->dtype, cols);
+        return;
+    }
     for (uint32_t e = 0; !r->rc && e < experts; e++) {
         const mk_tensor *t = e ? lookup(r, mat->tensor, e) : first;
         if (!t) {
@@ -498,6 +534,7 @@ int mk_model_resolve(mk_model *m, const mk_checkpoint *ck, enum mk_weights_mode 
         if (!(r.used = calloc(mk_checkpoint_count(ck), 1))) return mk_fail(err, MK_E_SYSTEM, "out of memory");
         const char *e = m->embed.tensor;
         r.bare = !strncmp(e, "model.", 6) && !mk_checkpoint_find(ck, e) && mk_checkpoint_find(ck, e + 6);
+        r.nested = !r.bare && !mk_checkpoint_find(ck, e) && mk_checkpoint_find(ck, "model.language_model.embed_tokens.weight");
     }
     walk(m, &w);
     for (uint32_t i = 0; !r.rc && i < m->layers; i++) {

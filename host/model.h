@@ -22,6 +22,8 @@ enum mk_source {
     MK_SRC_HEAD_ROWS, /* row h*head_n + i = tensor row h*head_stride + head_off + i */
     MK_SRC_HEAD_T,    /* transposed per head: row h*cols + i, column j = tensor row h*head_stride + head_off + j, column i, where
                          cols = the tensor's columns and head_n = this matrix's k */
+    MK_SRC_STACKED,   /* tensor [experts, head_stride, k]: row i of expert e = its row head_off + i. mk_model_resolve turns a PLAIN matrix
+                         into this where the checkpoint has one tensor for all experts */
 };
 
 /* An n x k matrix used as y = W x. */
@@ -48,16 +50,19 @@ typedef struct mk_norm {
     float eps;
 } mk_norm;
 
-enum mk_mixer { MK_MIX_DELTA = 1 /* KDA, GDN */, MK_MIX_MLA = 2 };
+enum mk_mixer { MK_MIX_DELTA = 1 /* KDA, GDN */, MK_MIX_MLA = 2, MK_MIX_GQA = 3 };
 enum mk_ffn { MK_FFN_DENSE = 1, MK_FFN_MOE = 2 };
 
 /* Gated delta rule with short convolution (models.md 3.2). */
 typedef struct mk_delta_mixer {
     uint32_t heads, k_heads, dk, dv, taps; /* k_heads divides heads (KDA: equal) */
     uint8_t decay;                         /* enum mk_decay */
+    uint8_t gate;                          /* enum mk_gate */
     mk_mat q, k, v, o;
-    mk_mat f_a, f_b, g_a, g_b, b; /* low-rank decay and gate, beta */
+    mk_mat f_a, f_b, g_a, g_b, b; /* KDA: low-rank decay and gate, beta */
+    mk_mat z, a;                  /* GDN: gate and decay, straight from the input; f_a .. g_b do not exist */
     mk_par conv_q, conv_k, conv_v; /* [channels, 1, taps] */
+    uint32_t conv_at[3];           /* first channel of q, k and v in their tensor (GDN: one tensor for the three) */
     mk_par a_log, dt_bias, o_norm;
     float o_eps;
 } mk_delta_mixer;
@@ -78,6 +83,17 @@ typedef struct mk_mla_mixer {
     float *inv_freq; /* [rope/2], owned; NULL without rotation */
 } mk_mla_mixer;
 
+/* Grouped-query attention (models.md 3.5). */
+typedef struct mk_gqa_mixer {
+    uint32_t heads, kv_heads, dim;
+    uint32_t rope;         /* leading values of a head that are rotated, half-split */
+    uint8_t gated;         /* rows of q are [q | gate] a head; the output is multiplied by sigmoid(gate) */
+    mk_mat q, k, v, o;     /* q: [heads * dim * (1 + gated), hidden] */
+    mk_norm q_norm, k_norm; /* over a head; "" when absent */
+    float scale;           /* softmax */
+    float *inv_freq;       /* [rope/2], owned */
+} mk_gqa_mixer;
+
 typedef struct mk_ffn_dense {
     uint32_t inter; /* 0: absent */
     mk_mat gate, up, down;
@@ -91,6 +107,7 @@ typedef struct mk_moe {
     mk_par bias;           /* "" when absent */
     mk_mat gate, up, down; /* of one expert: tensor names hold %u */
     mk_ffn_dense shared;   /* inter 0: none */
+    mk_mat shared_gate;    /* [1, hidden]: the shared expert's output times sigmoid of it; MK_SRC_NONE: not gated */
 } mk_moe;
 
 typedef struct mk_layer {
@@ -99,6 +116,7 @@ typedef struct mk_layer {
     union {
         mk_delta_mixer delta;
         mk_mla_mixer mla;
+        mk_gqa_mixer gqa;
     };
     union {
         mk_ffn_dense dense;

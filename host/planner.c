@@ -302,7 +302,8 @@ void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t
     uint32_t fit = MK_STAGE_LIMIT / (MK_MAX_ROWS * esize) & ~127u;
     g->k_chunk = mat->k < fit ? mat->k : fit;
     mk_wait_values(b, in, s->in_vec, s->in_pub, part->in_off, mat->k);
-    if (s->epilogue == MK_EPI_ADD) mk_wait_slice(b, in, s->res_vec, s->res_pub, slice);
+    if (s->epilogue == MK_EPI_ADD || s->epilogue == MK_EPI_GATED) mk_wait_slice(b, in, s->res_vec, s->res_pub, slice);
+    if (s->epilogue == MK_EPI_GATED) mk_wait_values(b, in, s->gate_vec, s->gate_pub, 0, 1);
     mk_signal(in, s->out_vec, s->out_pub, b->vec[s->out_vec].scope == MK_PACKET ? slice : 0);
     in->tape_bytes = (uint32_t)mk_segment_bytes(g->wtype, rows * halves, g->k, (uint32_t)g->nseg * halves, g->scale_k);
     if (q->n > 1) {
@@ -452,12 +453,13 @@ int mk_plan_make(const mk_model *m, const mk_plan_config *cfg, mk_plan **out, mk
     if (!b.failed) {
         mk_program_info *i = &plan->prog->info;
         uint32_t widest = 0;
-        for (uint32_t l = 0; l < m->layers; l++)
-            if (m->layer[l].mixer == MK_MIX_MLA) {
-                uint32_t row = m->layer[l].mla.latent + m->layer[l].mla.rope;
-                if (row > widest) widest = row;
-                i->kv_layers++;
-            }
+        for (uint32_t l = 0; l < m->layers; l++) {
+            const mk_layer *y = &m->layer[l];
+            if (y->mixer == MK_MIX_DELTA) continue;
+            uint32_t row = y->mixer == MK_MIX_MLA ? y->mla.latent + y->mla.rope : 2 * y->gqa.kv_heads * y->gqa.dim;
+            if (row > widest) widest = row;
+            i->kv_layers++;
+        }
         i->kv_page_bytes = (uint64_t)widest * MK_PAGE * (cfg->act_f32 ? 4 : 2);
     }
     if (b.queue)

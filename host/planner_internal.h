@@ -4,6 +4,8 @@
 
 #include "host/planner.h"
 
+#include <string.h>
+
 /* Staging for gathered vectors at MK_MAX_ROWS rows, bytes (design.md section 4). */
 #define MK_STAGE_LIMIT 40960u
 
@@ -42,7 +44,8 @@ typedef struct mk_gemv_spec {
     uint16_t norm_group;
     uint32_t param_off;
     float eps;
-    uint32_t res_vec, res_pub; /* ADD: residual (sliced like the output) */
+    uint32_t res_vec, res_pub; /* ADD, GATED: residual (sliced like the output) */
+    uint32_t gate_vec, gate_pub; /* GATED: its first value is the gate */
     uint32_t out_vec, out_pub; /* LOCAL: every worker's rows are the slices of `like` */
 } mk_gemv_spec;
 
@@ -89,6 +92,44 @@ void mk_phase_end(mk_builder *b, const char *name, uint32_t layer, const char *r
 /* Smallest power of two `s` that divides `width` into pieces of >= 16 with items * s >= 0.9 workers (1 if items already suffice). */
 uint32_t mk_item_slices(uint32_t items, uint32_t width, uint32_t workers);
 
+/* ---- layers ---------------------------------------------------------------------------------------------------------- */
+
+/* Vectors by role; created by the first layer that needs them, shared by all layers of that shape. */
+typedef struct mk_roles {
+    uint32_t h, h_pub; /* the residual stream and its newest publication */
+    uint32_t *h_cut;   /* [workers + 1] */
+    uint32_t part_id, lat, v, qt, q, qa, kv, kvc;
+    uint32_t low, qkv, fz, conv, o;
+    uint32_t gqa_qkv, gqa_part, gqa_cache, gqa_o;
+    uint32_t ffn, router, route, shared, shared_gate, acc, u;
+    uint32_t *cut[3];   /* scratch: [0] three groups, [2] one */
+    int have_mla, have_delta, have_gqa, have_dense, have_moe, have_shared;
+    /* the shapes behind them */
+    const mk_mla_mixer *mla;
+    const mk_delta_mixer *delta;
+    const mk_gqa_mixer *gqa;
+    const mk_ffn_dense *dense;
+    const mk_moe *moe;
+    uint32_t T; /* slices of an expert */
+} mk_roles;
+
+static inline uint32_t mk_act(const mk_builder *b)
+{
+    return b->cfg->act_f32 ? MK_F32 : MK_BF16;
+}
+static inline uint32_t mk_norm_param(mk_builder *b, const mk_norm *n)
+{
+    return mk_param(b, &n->gamma, 0, n->gamma.n);
+}
+static inline mk_part mk_whole(const mk_mat *m)
+{
+    return (mk_part){.mat = m, .rows = m->n};
+}
+/* One shape of each kind a model: what differs would need vectors of its own. Returns `same`. */
+int mk_same_shape(mk_builder *b, const char *what, uint32_t layer, int same);
+
+void mk_plan_delta(mk_builder *b, mk_roles *R, uint32_t layer);
+void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index);
 void mk_plan_layers(mk_builder *b);
 
 #endif

@@ -1,6 +1,7 @@
 /* What a step is made of: the phases of each kind of layer and the vectors between them.
  *
- *   delta     [low: f_a g_a b | q k v] -> fz: f_b g_b -> CONV, DELTA per head and value slice -> o (+ h)
+ *   delta     planner_delta.c
+ *   GQA       planner_gqa.c
  *   MLA       [kv_a | q] -> (q_a: q_b) -> uk per head, KV_APPEND -> MLA_PARTIAL -> COMBINE -> uv per head -> o (+ h)
  *   dense     gate|up -> down (+ h)
  *   MoE       [router | shared gate|up] -> ROUTE -> EXPERT_UP, shared down -> EXPERT_DOWN (+ h)
@@ -11,46 +12,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Vectors by role; created by the first layer that needs them, shared by all layers of that shape. */
-typedef struct mk_roles {
-    uint32_t h, h_pub; /* the residual stream and its newest publication */
-    uint32_t *h_cut;   /* [workers + 1] */
-    uint32_t part_id, lat, v, qt, q, qa, kv, kvc;
-    uint32_t low, qkv, fz, conv, o;
-    uint32_t ffn, router, route, shared, acc, u;
-    uint32_t *cut[3];   /* scratch: [0] two groups, [2] one */
-    int have_mla, have_delta, have_dense, have_moe, have_shared;
-    /* the shapes behind them */
-    const mk_mla_mixer *mla;
-    const mk_delta_mixer *delta;
-    const mk_ffn_dense *dense;
-    const mk_moe *moe;
-    uint32_t T; /* slices of an expert */
-} mk_roles;
-
-static uint32_t act(const mk_builder *b)
-{
-    return b->cfg->act_f32 ? MK_F32 : MK_BF16;
-}
-
-/* One shape of each kind a model: what differs would need vectors of its own. */
-static int same_shape(mk_builder *b, const char *what, uint32_t layer, int same)
+int mk_same_shape(mk_builder *b, const char *what, uint32_t layer, int same)
 {
     if (!same && !b->failed) {
         mk_fail(b->err, MK_E_MODEL, "layer %u: expected every %s layer of the model to have the same dimensions", layer, what);
         b->failed = 1;
     }
     return same;
-}
-
-static uint32_t norm_param(mk_builder *b, const mk_norm *n)
-{
-    return mk_param(b, &n->gamma, 0, n->gamma.n);
-}
-
-static mk_part whole(const mk_mat *m)
-{
-    return (mk_part){.mat = m, .rows = m->n};
 }
 
 struct piece {
@@ -78,114 +46,6 @@ static struct pieces pieces_of(mk_builder *b, const mk_part *part, const uint32_
     return p;
 }
 
-/* ---- delta rule ----------------------------------------------------------------------------------------------------- */
-
-static void delta_layer(mk_builder *b, mk_roles *R, uint32_t layer)
-{
-    const mk_layer *L = &b->m->layer[layer];
-    const mk_delta_mixer *d = &L->delta;
-    uint32_t W = b->cfg->workers, esize = 4, vs = mk_item_slices(d->heads, d->dv, W), items = d->heads * vs, dv = d->dv / vs;
-    uint32_t fo = d->f_a.n, in_param = norm_param(b, &L->in_norm);
-    if (R->have_delta && !same_shape(b, "delta", layer,
-                                     R->delta->heads == d->heads && R->delta->dk == d->dk && R->delta->dv == d->dv &&
-                                         R->delta->k_heads == d->k_heads && R->delta->f_a.n == d->f_a.n &&
-                                         R->delta->g_a.n == d->g_a.n && R->delta->taps == d->taps))
-        return;
-
-    mk_part low[3] = {whole(&d->f_a), whole(&d->g_a), whole(&d->b)};
-    mk_part qkv[3] = {whole(&d->q), whole(&d->k), whole(&d->v)};
-    mk_part fz[2] = {whole(&d->f_b), whole(&d->g_b)};
-    fz[1].in_off = fo;
-    const mk_part *g1[2] = {low, qkv}, *g2[1] = {fz};
-    uint32_t n1[2] = {3, 3}, n2[1] = {2}, *cut = R->cut[0], *cut2 = R->cut[2];
-    mk_split(b, g1, n1, 2, cut);
-    mk_split(b, g2, n2, 1, cut2);
-    if (!R->have_delta) {
-        R->have_delta = 1;
-        R->delta = d;
-        R->low = mk_vec_split(b, "low", act(b), low, 3, cut);
-        R->qkv = mk_vec_split(b, "qkv", act(b), qkv, 3, cut + W + 1);
-        R->fz = mk_vec_split(b, "fz", act(b), fz, 2, cut2);
-        R->conv = mk_vec_local(b, "conv", MK_MAX_ROWS * (2 * d->dk + dv) * esize);
-        uint32_t *st = calloc(items + 1, sizeof *st);
-        for (uint32_t i = 0; st && i <= items; i++) st[i] = i * dv;
-        if (st) R->o = mk_vec_packet(b, "o", act(b), 1, 0, st, items);
-        else b->failed = 1;
-        free(st);
-    }
-    uint32_t low_pub = mk_pub(b, R->low), qkv_pub = mk_pub(b, R->qkv), fz_pub = mk_pub(b, R->fz), o_pub = mk_pub(b, R->o);
-    uint32_t conv_pub = mk_pub(b, R->conv); /* LOCAL: rewritten by every item of the layer, in program order */
-    mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .param_off = in_param, .eps = L->in_norm.eps};
-
-    mk_phase_begin(b);
-    s.out_vec = R->low, s.out_pub = low_pub;
-    mk_emit_gemv(b, layer, low, 3, cut, &s);
-    s.out_vec = R->qkv, s.out_pub = qkv_pub;
-    mk_emit_gemv(b, layer, qkv, 3, cut + W + 1, &s);
-    mk_phase_end(b, "qkv", layer, NULL);
-
-    mk_phase_begin(b);
-    mk_gemv_spec t = {.in_vec = R->low, .in_pub = low_pub, .out_vec = R->fz, .out_pub = fz_pub};
-    mk_emit_gemv(b, layer, fz, 2, cut2, &t);
-    mk_phase_end(b, "fz", layer, d->f_b.n + d->g_b.n < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
-
-    /* One item = one head and dv of its value channels: projection slices, convolution and state meet on one worker. */
-    mk_phase_begin(b);
-    uint64_t conv_bytes = ((uint64_t)(d->taps - 1) * (2 * d->dk + dv) * 4 + 127) & ~127ull, s_bytes = (uint64_t)d->dk * dv * 4;
-    for (uint32_t i = 0; i < items; i++) {
-        uint32_t w = mk_start(i, W, items), head = i / vs, v0 = i % vs * dv;
-        uint32_t kh = head / (d->heads / d->k_heads), D = d->q.n;
-        mk_insn *in = mk_emit(b, w, MK_OP_CONV_STEP, layer);
-        mk_conv *c = &in->conv;
-        c->q_off = kh * d->dk;
-        c->k_off = D + kh * d->dk;
-        c->v_off = 2 * D + head * d->dv + v0;
-        c->dk = (uint16_t)d->dk;
-        c->dv = (uint16_t)dv;
-        c->taps = (uint16_t)d->taps;
-        c->param_off = mk_param(b, &d->conv_q, kh * d->dk * d->taps, d->dk * d->taps);
-        mk_param(b, &d->conv_k, kh * d->dk * d->taps, d->dk * d->taps);
-        mk_param(b, &d->conv_v, (head * d->dv + v0) * d->taps, dv * d->taps);
-        c->state_off = b->state;
-        b->state += conv_bytes;
-        mk_wait_values(b, in, R->qkv, qkv_pub, c->q_off, d->dk);
-        mk_wait_values(b, in, R->qkv, qkv_pub, c->k_off, d->dk);
-        mk_wait_values(b, in, R->qkv, qkv_pub, c->v_off, dv);
-        mk_signal(in, R->conv, conv_pub, 0);
-
-        in = mk_emit(b, w, MK_OP_DELTA_STEP, layer);
-        mk_delta *e = &in->delta;
-        e->dk = (uint16_t)d->dk;
-        e->dv = (uint16_t)dv;
-        e->decay = d->decay;
-        e->f_off = head * d->dk;
-        e->z_off = d->f_b.n + head * d->dv + v0;
-        e->b_off = d->f_a.n + d->g_a.n + head;
-        e->param_off = mk_param(b, &d->a_log, head, 1);
-        mk_param(b, &d->dt_bias, head * d->dk, d->dk);
-        mk_param(b, &d->o_norm, v0, dv);
-        e->state_off = b->state;
-        b->state += s_bytes;
-        mk_wait_all(b, in, R->conv, conv_pub);
-        mk_wait_values(b, in, R->fz, fz_pub, e->f_off, e->z_off + dv - e->f_off);
-        mk_wait_values(b, in, R->low, low_pub, e->b_off, 1);
-        mk_signal(in, R->o, o_pub, i);
-        b->load[w] += 2 * s_bytes + conv_bytes;
-    }
-    mk_phase_end(b, "delta", layer,
-                 items % W ? "heads x value slices do not divide by the workers; a finer cut repeats q, k and decay of the head" : NULL);
-    b->plan->state_bytes += 2ull * d->heads * d->dk * d->dv * 4;
-
-    mk_part o = whole(&d->o);
-    uint32_t pub = mk_pub(b, R->h);
-    mk_gemv_spec u = {.in_vec = R->o, .in_pub = o_pub, .prologue = MK_PRO_HEADNORM, .epilogue = MK_EPI_ADD, .norm_group = (uint16_t)d->dv,
-                      .eps = d->o_eps, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
-    mk_phase_begin(b);
-    mk_emit_gemv(b, layer, &o, 1, R->h_cut, &u);
-    mk_phase_end(b, "o", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
-    R->h_pub = pub;
-}
-
 /* ---- latent attention ----------------------------------------------------------------------------------------------- */
 
 static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
@@ -194,11 +54,11 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     const mk_mla_mixer *a = &L->mla;
     uint32_t W = b->cfg->workers, heads = a->heads, two_step = a->q_a.source != MK_SRC_NONE;
     uint32_t cs = mk_item_slices(heads, a->latent, W), items = heads * cs, cw = a->latent / cs;
-    if (R->have_mla && !same_shape(b, "MLA", layer,
+    if (R->have_mla && !mk_same_shape(b, "MLA", layer,
                                    R->mla->heads == heads && R->mla->latent == a->latent && R->mla->rope == a->rope &&
                                        R->mla->nope == a->nope && R->mla->v == a->v && R->mla->q_a.n == a->q_a.n))
         return;
-    mk_part kv = whole(&a->kv_a), q = whole(&a->q), qa = two_step ? whole(&a->q_a) : q;
+    mk_part kv = mk_whole(&a->kv_a), q = mk_whole(&a->q), qa = two_step ? mk_whole(&a->q_a) : q;
     mk_part *uk = calloc(heads, sizeof *uk), *uv = calloc(heads, sizeof *uv);
     uint32_t *st = calloc(items + 1, sizeof *st);
     uint32_t *cut = R->cut[0], *cut_q = R->cut[2], *cut_k = calloc(W + 1, sizeof *cut_k), *cut_v = calloc(W + 1, sizeof *cut_v);
@@ -219,17 +79,17 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     if (!R->have_mla) {
         R->have_mla = 1;
         R->mla = a;
-        R->kv = mk_vec_split(b, "kv", act(b), &kv, 1, cut);
-        if (two_step) R->qa = mk_vec_split(b, "qa", act(b), &qa, 1, cut + W + 1);
-        R->q = mk_vec_split(b, "q", act(b), &q, 1, two_step ? cut_q : cut + W + 1);
-        R->qt = mk_vec_split(b, "qt", act(b), uk, heads, cut_k);
+        R->kv = mk_vec_split(b, "kv", mk_act(b), &kv, 1, cut);
+        if (two_step) R->qa = mk_vec_split(b, "qa", mk_act(b), &qa, 1, cut + W + 1);
+        R->q = mk_vec_split(b, "q", mk_act(b), &q, 1, two_step ? cut_q : cut + W + 1);
+        R->qt = mk_vec_split(b, "qt", mk_act(b), uk, heads, cut_k);
         R->kvc = mk_vec_bulk(b, "kvcache", 0, 1);
         R->part_id = mk_vec_bulk(b, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * heads * mk_partial_floats(a->latent) * 4, W);
         for (uint32_t i = 0; i <= items; i++) st[i] = i * cw;
-        R->lat = mk_vec_packet(b, "lat", act(b), 0, 0, st, items);
-        R->v = mk_vec_split(b, "v", act(b), uv, heads, cut_v);
+        R->lat = mk_vec_packet(b, "lat", mk_act(b), 0, 0, st, items);
+        R->v = mk_vec_split(b, "v", mk_act(b), uv, heads, cut_v);
     }
-    uint32_t in_param = norm_param(b, &L->in_norm), qa_pub = 0;
+    uint32_t in_param = mk_norm_param(b, &L->in_norm), qa_pub = 0;
     uint32_t kv_pub = mk_pub(b, R->kv), q_pub = mk_pub(b, R->q), qt_pub = mk_pub(b, R->qt), kvc_pub = mk_pub(b, R->kvc);
     uint32_t part_pub = mk_pub(b, R->part_id), lat_pub = mk_pub(b, R->lat), v_pub = mk_pub(b, R->v);
 
@@ -247,7 +107,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     mk_phase_end(b, two_step ? "kv_a q_a" : "kv_a q", layer,
                  (kv.rows + qa.rows) < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
     if (two_step) {
-        mk_gemv_spec t = {.in_vec = R->qa, .in_pub = qa_pub, .prologue = MK_PRO_RMS, .param_off = norm_param(b, &a->q_a_norm),
+        mk_gemv_spec t = {.in_vec = R->qa, .in_pub = qa_pub, .prologue = MK_PRO_RMS, .param_off = mk_norm_param(b, &a->q_a_norm),
                           .eps = a->q_a_norm.eps, .out_vec = R->q, .out_pub = q_pub};
         mk_phase_begin(b);
         mk_emit_gemv(b, layer, &q, 1, cut_q, &t);
@@ -257,7 +117,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     mk_mla g = {.latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope, .qk_stride = (uint16_t)(a->nope + a->rope), .heads = (uint16_t)heads,
                 .all_heads = heads, .scale = a->scale, .eps = a->kv_norm.eps, .rotary = a->rotary, .parts = W};
     g.kv_off = (uint64_t)kv_index * b->cfg->kv_pages * (a->latent + a->rope) * MK_PAGE * (b->cfg->act_f32 ? 4u : 2u);
-    g.param_off = norm_param(b, &a->kv_norm);
+    g.param_off = mk_norm_param(b, &a->kv_norm);
     if (a->rotary) mk_param_values(b, a->inv_freq, a->rope / 2);
 
     mk_phase_begin(b);
@@ -294,7 +154,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     mk_emit_gemv(b, layer, uv, heads, cut_v, &v);
     mk_phase_end(b, "uv", layer, heads * a->v < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
 
-    mk_part o = whole(&a->o);
+    mk_part o = mk_whole(&a->o);
     uint32_t pub = mk_pub(b, R->h);
     mk_gemv_spec u = {.in_vec = R->v, .in_pub = v_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
     mk_phase_begin(b);
@@ -312,19 +172,19 @@ static void dense_layer(mk_builder *b, mk_roles *R, uint32_t layer)
 {
     const mk_layer *L = &b->m->layer[layer];
     const mk_ffn_dense *d = &L->dense;
-    if (R->have_dense && !same_shape(b, "dense", layer, R->dense->inter == d->inter)) return;
-    mk_part up = {.mat = &d->gate, .up = &d->up, .rows = d->inter}, down = whole(&d->down);
+    if (R->have_dense && !mk_same_shape(b, "dense", layer, R->dense->inter == d->inter)) return;
+    mk_part up = {.mat = &d->gate, .up = &d->up, .rows = d->inter}, down = mk_whole(&d->down);
     const mk_part *g[1] = {&up};
     uint32_t one[1] = {1};
     mk_split(b, g, one, 1, R->cut[0]);
     if (!R->have_dense) {
         R->have_dense = 1;
         R->dense = d;
-        R->ffn = mk_vec_split(b, "ffn", act(b), &up, 1, R->cut[0]);
+        R->ffn = mk_vec_split(b, "ffn", mk_act(b), &up, 1, R->cut[0]);
     }
     uint32_t u_pub = mk_pub(b, R->ffn), pub = mk_pub(b, R->h);
     mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .epilogue = MK_EPI_SILU,
-                      .param_off = norm_param(b, &L->post_norm), .eps = L->post_norm.eps, .out_vec = R->ffn, .out_pub = u_pub};
+                      .param_off = mk_norm_param(b, &L->post_norm), .eps = L->post_norm.eps, .out_vec = R->ffn, .out_pub = u_pub};
     mk_phase_begin(b);
     mk_emit_gemv(b, layer, &up, 1, R->cut[0], &s);
     mk_phase_end(b, "ffn up", layer, d->inter < 33 * b->cfg->workers ? "few rows: one row is more than 3 % of a worker's share" : NULL);
@@ -390,14 +250,16 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     const mk_moe *m = &L->moe;
     const mk_ffn_dense *sh = &m->shared;
     uint32_t W = b->cfg->workers, hidden = b->m->hidden, wt = m->gate.wtype, n_groups = sh->inter ? 2 : 1;
-    if (R->have_moe && !same_shape(b, "MoE", layer,
+    if (R->have_moe && !mk_same_shape(b, "MoE", layer,
                                    R->moe->experts == m->experts && R->moe->topk == m->topk && R->moe->inter == m->inter &&
-                                       R->moe->shared.inter == sh->inter))
+                                       R->moe->shared.inter == sh->inter && R->moe->shared_gate.source == m->shared_gate.source))
         return;
-    mk_part router = whole(&m->router), up = {.mat = &sh->gate, .up = &sh->up, .rows = sh->inter}, down = whole(&sh->down);
-    const mk_part *g[2] = {&router, &up};
-    uint32_t n[2] = {1, 1}, *cut = R->cut[0];
-    mk_split(b, g, n, n_groups, cut);
+    mk_part router = mk_whole(&m->router), up = {.mat = &sh->gate, .up = &sh->up, .rows = sh->inter}, down = mk_whole(&sh->down);
+    mk_part gate = mk_whole(&m->shared_gate);
+    int gated = sh->inter && m->shared_gate.source != MK_SRC_NONE;
+    const mk_part *g[3] = {&router, gated ? &gate : &up, &up};
+    uint32_t n[3] = {1, 1, 1}, *cut = R->cut[0], *up_cut = cut + (1 + gated) * (W + 1);
+    mk_split(b, g, n, n_groups + gated, cut);
     uint32_t h_slices = b->vec[R->h].nslice;
     if (!R->have_moe) {
         R->have_moe = 1;
@@ -407,7 +269,8 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
         R->router = mk_vec_split(b, "router", MK_F32, &router, 1, cut);
         R->route = mk_vec_local(b, "route", sizeof(mk_routes));
         if (sh->inter) {
-            R->shared = mk_vec_split(b, "shared", act(b), &up, 1, cut + W + 1);
+            R->shared = mk_vec_split(b, "shared", mk_act(b), &up, 1, up_cut);
+            if (gated) R->shared_gate = mk_vec_split(b, "shgate", MK_F32, &gate, 1, cut + W + 1);
             R->acc = mk_vec_local(b, "acc", MK_MAX_ROWS * 4 * MK_SEGMENT_ROWS);
         }
         uint32_t *st = calloc((size_t)m->topk * R->T + 1, sizeof *st);
@@ -417,22 +280,26 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
         }
         for (uint32_t j = 0; j < m->topk; j++)
             for (uint32_t t = 0; t <= R->T; t++) st[j * R->T + t] = j * m->inter + mk_start(t, m->inter, R->T);
-        R->u = mk_vec_packet(b, "u", act(b), 0, MK_VEC_DYNAMIC, st, m->topk * R->T);
+        R->u = mk_vec_packet(b, "u", mk_act(b), 0, MK_VEC_DYNAMIC, st, m->topk * R->T);
         free(st);
     }
-    uint32_t T = R->T, norm = norm_param(b, &L->post_norm), bias = m->bias.tensor[0] ? mk_param(b, &m->bias, 0, m->experts) : 0;
+    uint32_t T = R->T, norm = mk_norm_param(b, &L->post_norm), bias = m->bias.tensor[0] ? mk_param(b, &m->bias, 0, m->experts) : 0;
     uint32_t r_pub = mk_pub(b, R->router), route_pub = mk_pub(b, R->route), u_pub = mk_pub(b, R->u), pub = mk_pub(b, R->h);
-    uint32_t sh_pub = sh->inter ? mk_pub(b, R->shared) : 0, acc_pub = sh->inter ? mk_pub(b, R->acc) : 0;
+    uint32_t gate_pub = gated ? mk_pub(b, R->shared_gate) : 0, sh_pub = sh->inter ? mk_pub(b, R->shared) : 0, acc_pub = sh->inter ? mk_pub(b, R->acc) : 0;
 
     mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .flags = MK_GEMV_X_F32, .param_off = norm,
                       .eps = L->post_norm.eps, .out_vec = R->router, .out_pub = r_pub};
     mk_phase_begin(b);
     mk_emit_gemv(b, layer, &router, 1, cut, &s);
+    if (gated) {
+        s.out_vec = R->shared_gate, s.out_pub = gate_pub;
+        mk_emit_gemv(b, layer, &gate, 1, cut + W + 1, &s);
+    }
     if (sh->inter) {
         s.flags = 0;
         s.epilogue = MK_EPI_SILU;
         s.out_vec = R->shared, s.out_pub = sh_pub;
-        mk_emit_gemv(b, layer, &up, 1, cut + W + 1, &s);
+        mk_emit_gemv(b, layer, &up, 1, up_cut, &s);
     }
     mk_phase_end(b, "router shared", layer, "few rows: one row is more than 3 % of a worker's share");
 
@@ -482,6 +349,7 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     mk_phase_begin(b);
     mk_gemv_spec down_spec = {.in_vec = R->shared, .in_pub = sh_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub,
                               .out_vec = R->acc, .out_pub = acc_pub};
+    if (gated) down_spec.epilogue = MK_EPI_GATED, down_spec.gate_vec = R->shared_gate, down_spec.gate_pub = gate_pub;
     mk_gemv_arg down_arg = {&down_spec, layer};
     for (uint32_t slice = 0; slice < h.n; slice++) {
         uint32_t w = h.v[slice].w, row0 = h.v[slice].first, rows = h.v[slice].rows, phase = wt == MK_W_FP8 ? row0 % MK_SCALE_ROWS : 0;
@@ -529,7 +397,7 @@ static void embed_and_h(mk_builder *b, mk_roles *R)
 static void head_and_sample(mk_builder *b, mk_roles *R)
 {
     uint32_t W = b->cfg->workers, vocab = b->m->vocab, *cut = R->cut[0];
-    mk_part p = whole(&b->m->lm_head);
+    mk_part p = mk_whole(&b->m->lm_head);
     const mk_part *g[1] = {&p};
     uint32_t one[1] = {1};
     mk_split(b, g, one, 1, cut);
@@ -546,7 +414,7 @@ static void head_and_sample(mk_builder *b, mk_roles *R)
     uint32_t logits = mk_vec_bulk(b, "logits", (uint64_t)MK_MAX_ROWS * vocab * 4, pc.n);
     uint32_t sampled = mk_vec_local(b, "sampled", sizeof(mk_sampled));
     uint32_t s_pub = mk_pub(b, stats), l_pub = mk_pub(b, logits), m_pub = mk_pub(b, sampled);
-    uint32_t param = norm_param(b, &b->m->final_norm), wt = b->m->lm_head.wtype;
+    uint32_t param = mk_norm_param(b, &b->m->final_norm), wt = b->m->lm_head.wtype;
     mk_phase_begin(b);
     for (uint32_t s = 0; s < pc.n; s++) {
         uint32_t w = pc.v[s].w, rows = pc.v[s].rows, row0 = pc.v[s].first;
@@ -591,7 +459,10 @@ static void count_weights(mk_builder *b)
         if (L->mixer == MK_MIX_DELTA) {
             const mk_delta_mixer *d = &L->delta;
             MAT(d->q, 1); MAT(d->k, 1); MAT(d->v, 1); MAT(d->o, 1);
-            MAT(d->f_a, 1); MAT(d->f_b, 1); MAT(d->g_a, 1); MAT(d->g_b, 1); MAT(d->b, 1);
+            MAT(d->f_a, 1); MAT(d->f_b, 1); MAT(d->g_a, 1); MAT(d->g_b, 1); MAT(d->b, 1); MAT(d->z, 1); MAT(d->a, 1);
+        } else if (L->mixer == MK_MIX_GQA) {
+            const mk_gqa_mixer *a = &L->gqa;
+            MAT(a->q, 1); MAT(a->k, 1); MAT(a->v, 1); MAT(a->o, 1);
         } else {
             const mk_mla_mixer *a = &L->mla;
             MAT(a->q, 1); MAT(a->q_a, 1); MAT(a->kv_a, 1); MAT(a->uk, 1); MAT(a->uv, 1); MAT(a->o, 1);
@@ -603,7 +474,7 @@ static void count_weights(mk_builder *b)
             MAT(m->router, 1);
             MAT(m->gate, m->topk); MAT(m->up, m->topk); MAT(m->down, m->topk);
             if (m->shared.inter) {
-                MAT(m->shared.gate, 1); MAT(m->shared.up, 1); MAT(m->shared.down, 1);
+                MAT(m->shared.gate, 1); MAT(m->shared.up, 1); MAT(m->shared.down, 1); MAT(m->shared_gate, 1);
             }
         }
     }
@@ -616,19 +487,21 @@ void mk_plan_layers(mk_builder *b)
     mk_roles R;
     memset(&R, 0, sizeof R);
     uint32_t W = b->cfg->workers, kv_index = 0;
-    uint32_t *mem = calloc((size_t)5 * (W + 1), sizeof *mem);
+    uint32_t *mem = calloc((size_t)6 * (W + 1), sizeof *mem);
     if (!mem) {
         b->failed = 1;
         return;
     }
     R.h_cut = mem;
-    R.cut[0] = mem + (W + 1); /* two groups */
-    R.cut[2] = mem + 3 * (W + 1);
+    R.cut[0] = mem + (W + 1); /* three groups */
+    R.cut[2] = mem + 4 * (W + 1);
     embed_and_h(b, &R);
     for (uint32_t l = 0; l < b->m->layers && !b->failed; l++) {
         const mk_layer *L = &b->m->layer[l];
         if (L->mixer == MK_MIX_DELTA)
-            delta_layer(b, &R, l);
+            mk_plan_delta(b, &R, l);
+        else if (L->mixer == MK_MIX_GQA)
+            mk_plan_gqa(b, &R, l, kv_index++);
         else
             mla_layer(b, &R, l, kv_index++);
         if (b->failed) break;

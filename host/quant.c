@@ -160,7 +160,9 @@ const mk_tensor *mk_scale_tensor(const mk_checkpoint *ck, const mk_tensor *t, mk
 static void source_row(const mk_mat *mat, uint64_t cols, uint64_t i, uint64_t *r, uint64_t *c)
 {
     *c = 0;
-    if (mat->source == MK_SRC_HEAD_ROWS) {
+    if (mat->source == MK_SRC_STACKED) {
+        *r = mat->head_off + i; /* within the expert: view.base */
+    } else if (mat->source == MK_SRC_HEAD_ROWS) {
         *r = i / mat->head_n * mat->head_stride + mat->head_off + i % mat->head_n;
     } else if (mat->source == MK_SRC_HEAD_T) {
         *r = i / cols * mat->head_stride + mat->head_off;
@@ -200,6 +202,8 @@ int mk_mat_block(const mk_mat *mat, uint64_t cols, uint32_t rb, uint32_t cb, uin
 typedef struct view {
     const mk_mat *mat;
     const mk_tensor *t, *s; /* s: scales of an FP8 tensor */
+    const unsigned char *base; /* first value; MK_SRC_STACKED: of the expert */
+    uint32_t expert;        /* MK_SRC_STACKED, else 0 */
     uint64_t cols;          /* of the tensor */
     size_t size;            /* bytes a value */
     unsigned char *raw;     /* [k * 4] */
@@ -222,11 +226,11 @@ static int fail_at(const view *v, uint64_t i, uint64_t j, const char *what)
 /* Row i as stored: a pointer into the mapping, or v->raw for a transposed matrix. NULL: a value is not finite. */
 static const unsigned char *row_raw(const view *v, uint64_t i)
 {
-    const unsigned char *base = v->t->data, *p;
+    const unsigned char *p;
     uint64_t r, c;
     size_t k = v->mat->k, size = v->size;
     source_row(v->mat, v->cols, i, &r, &c);
-    p = base + (r * v->cols + c) * size;
+    p = v->base + (r * v->cols + c) * size;
     if (v->mat->source == MK_SRC_HEAD_T) {
         size_t stride = (size_t)v->cols * size;
         if (size == 1)
@@ -359,7 +363,7 @@ static int quantise(const view *v, const mk_checkpoint *ck, uint64_t row0, uint6
     size_t k = mat->k;
     uint32_t nrb = (mat->n + BLOCK - 1) / BLOCK, nkb = (mat->k + mat->scale_k - 1) / mat->scale_k;
     uint32_t rb0 = (uint32_t)(row0 / BLOCK), nseg = (uint32_t)((row0 + rows - 1) / BLOCK) - rb0 + 1;
-    uint64_t key = mat->source | (uint64_t)mat->scale_k << 8 | (uint64_t)mat->head_off << 32;
+    uint64_t key = mat->source | (uint64_t)mat->scale_k << 8 | (uint64_t)v->expert << 16 | (uint64_t)mat->head_off << 32;
     _Atomic uint32_t *known = mk_checkpoint_scratch(ck, v->t, key, (size_t)nrb * nkb);
     if (!known) return mk_fail(v->err, MK_E_SYSTEM, "out of memory");
     for (uint32_t seg = 0; seg < nseg; seg++) {
@@ -384,11 +388,15 @@ static int quantise(const view *v, const mk_checkpoint *ck, uint64_t row0, uint6
 /* ---- public --------------------------------------------------------------------------------------------------------- */
 
 /* Everything that mk_mat_fetch reads lies inside the tensor. */
-static int check_source(const mk_mat *mat, const mk_tensor *t, mk_err *err)
+static int check_source(const mk_mat *mat, const mk_tensor *t, uint32_t expert, mk_err *err)
 {
-    int ok = t->ndim == 2 && mat->n && mat->k && (mat->scale_k == 128 || mat->scale_k == 64), known = dtype_bytes(t->dtype) != 0;
+    uint32_t stacked = mat->source == MK_SRC_STACKED;
+    int ok = t->ndim == 2 + stacked && mat->n && mat->k && (mat->scale_k == 128 || mat->scale_k == 64), known = dtype_bytes(t->dtype) != 0;
     if (ok && mat->source == MK_SRC_PLAIN) {
         ok = t->shape[0] == mat->n && t->shape[1] == mat->k;
+    } else if (ok && stacked) {
+        ok = expert < t->shape[0] && t->shape[1] == mat->head_stride && t->shape[2] == mat->k && mat->head_off <= mat->head_stride &&
+             mat->n <= mat->head_stride - mat->head_off && t->dtype != MK_ST_F8_E4M3;
     } else if (ok && mat->source == MK_SRC_HEAD_ROWS) {
         ok = t->shape[1] == mat->k && mat->head_n && mat->n % mat->head_n == 0 && mat->head_off <= mat->head_stride &&
              mat->head_n <= mat->head_stride - mat->head_off && t->shape[0] == (uint64_t)mat->n / mat->head_n * mat->head_stride;
@@ -408,12 +416,16 @@ int mk_mat_fetch(const mk_checkpoint *ck, const mk_mat *mat, uint32_t expert, ui
     mk_expert_name(name, mat->tensor, expert);
     const mk_tensor *t = mk_checkpoint_find(ck, name);
     if (!t) return mk_fail(err, MK_E_MODEL, "tensor %s is missing", name);
-    int rc = check_source(mat, t, err);
+    int rc = check_source(mat, t, expert, err);
     if (rc) return rc;
     if (row0 > mat->n || rows > mat->n - row0)
         return mk_fail(err, MK_E_BUG, "tensor %s: rows [%u, %u + %u) of %u asked for", name, row0, row0, rows, mat->n);
     if (!rows) return MK_OK;
-    view v = {.mat = mat, .t = t, .cols = t->shape[1], .size = dtype_bytes(t->dtype), .err = err};
+    view v = {.mat = mat, .t = t, .base = t->data, .cols = t->shape[t->ndim - 1], .size = dtype_bytes(t->dtype), .err = err};
+    if (mat->source == MK_SRC_STACKED) {
+        v.expert = expert;
+        v.base += (uint64_t)expert * t->shape[1] * v.cols * v.size;
+    }
     if (t->dtype == MK_ST_F8_E4M3 && !(v.s = mk_scale_tensor(ck, t, err))) return err ? err->code : MK_E_MODEL;
     if (!(v.raw = malloc((size_t)mat->k * 8))) return mk_fail(err, MK_E_SYSTEM, "out of memory");
     v.x = (float *)(void *)(v.raw + (size_t)mat->k * 4);

@@ -1,8 +1,10 @@
 /* COMBINE: the attention output of one head, latent values [first, first + n), out of its splits' partials.
  *   M = max over splits of max_s;  w_s = exp(max_s - M);  out = sum w_s acc_s / sum w_s sum_s,  splits ascending
- *   wait[0]  BULK partials of all parts of MLA_PARTIAL (layout: mk_partial_floats in isa.h)
+ *   gate = 1: out <- out * sigmoid(g)
+ *   wait[0]  BULK partials of all parts of MLA_PARTIAL or GQA_PARTIAL (layout: mk_partial_floats in isa.h; latent is GQA's dim)
+ *   wait[1]  gate = 1: g, values [in_off + head0 * qk_stride + first, + n)
  *   signal   one slice of the latent output: n values
- * Source of the mathematics: models.md 3.3 (softmax over all tokens, merged from splits). */
+ * Source of the mathematics: models.md 3.3 (softmax over all tokens, merged from splits), 3.5 (gate). */
 #include "instructions/mk_math.h"
 #include "instructions/op.h"
 
@@ -13,7 +15,7 @@ void mk_combine_twin(mk_ctx *c)
     const mk_mla *m = &c->in->mla;
     uint32_t latent = m->latent, floats = mk_partial_floats(latent);
     const float *bulk = mk_bulk(c, c->in->wait[0].vec);
-    float *out = c->scratch;
+    float *out = c->scratch, *gate = out + m->n;
     for (uint32_t r = 0; r < c->step->nrows; r++) {
         const float *part = bulk + ((size_t)r * MK_MAX_SPLITS * m->all_heads + m->head0) * floats;
         size_t stride = (size_t)m->all_heads * floats;
@@ -29,6 +31,10 @@ void mk_combine_twin(mk_ctx *c)
             for (uint32_t i = 0; i < m->n; i++) out[i] += w * x[i];
         }
         for (uint32_t i = 0; i < m->n; i++) out[i] /= sum;
+        if (m->gate) {
+            mk_read(c, 1, r, m->in_off + m->head0 * m->qk_stride + m->first, m->n, gate);
+            for (uint32_t i = 0; i < m->n; i++) out[i] *= mk_sigmoidf(gate[i]);
+        }
         mk_publish(c, r, c->in->signal_slice, out, 0.0f);
     }
 }

@@ -2,7 +2,7 @@
  *   g_i = -exp(A_log) * softplus(f_i + dt_bias_i)      MK_DECAY_CHANNEL: one f and dt_bias a key channel; MK_DECAY_HEAD: one a head
  *   q <- q / sqrt(sum q^2 + 1e-6) * dk^-1/2,  k <- k / sqrt(sum k^2 + 1e-6)
  *   S <- diag(e^g) S;  m = k'S;  d = sigmoid(b) (v - m);  S <- S + k d';  o = q'S
- *   published: o * o_norm * sigmoid(z); the trailer is sum o^2 over the slice (the reader divides by the head's norm)
+ *   published: o * o_norm * gate(z), gate = sigmoid or silu; the trailer is sum o^2 over the slice (the reader divides by the head's norm)
  *   wait[0]  LOCAL f32[MK_MAX_ROWS][2*dk + dv] of CONV_STEP
  *   wait[1]  "fz": values [f_off, f_off+dk) ([f_off] for MK_DECAY_HEAD) and [z_off, z_off+dv)
  *   wait[2]  "low": value b_off
@@ -79,10 +79,14 @@ MK_CLONES static float gates(uint32_t dk, uint32_t decays, const float *param, c
     return mk_sum8(qn, dk);
 }
 
-MK_CLONES static float gate_output(float *restrict o, const float *restrict norm, const float *restrict z, uint32_t dv)
+MK_CLONES static float gate_output(float *restrict o, const float *restrict norm, const float *restrict z, uint32_t dv, uint32_t gate)
 {
     float sum = mk_sumsq8(o, dv);
-    for (uint32_t j = 0; j < dv; j++) o[j] = o[j] * norm[j] * mk_sigmoidf(z[j]);
+    if (gate == MK_GATE_SILU) {
+        for (uint32_t j = 0; j < dv; j++) o[j] = o[j] * norm[j] * mk_siluf(z[j]);
+    } else {
+        for (uint32_t j = 0; j < dv; j++) o[j] = o[j] * norm[j] * mk_sigmoidf(z[j]);
+    }
     return sum;
 }
 
@@ -107,7 +111,7 @@ void mk_delta_step_twin(mk_ctx *c)
         mk_read(c, 2, r, d->b_off, 1, &b);
         float qk = gates(dk, decays, param, in, in + dk, a, k, ka, qa, qn);
         state_step(old, state, dk, dv, a, k, ka, qa, qk, mk_sigmoidf(b), in + 2 * dk, o);
-        float sum = gate_output(o, param + 1 + decays, z, dv);
+        float sum = gate_output(o, param + 1 + decays, z, dv, d->gate);
         mk_publish(c, r, c->in->signal_slice, o, sum);
     }
 }

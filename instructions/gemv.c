@@ -1,7 +1,8 @@
 /* GEMV: y[i] = scale * sum_k W[i,k] x[k] for the slice of rows that this worker owns.
  *   wait[0]  input vector, values [in_off, in_off + k); prologue NONE, RMS or HEADNORM (mk_prologue in isa.h)
- *   wait[1]  ADD: the residual, this instruction's own n values: the slice of a PACKET vector, or LOCAL f32[rows][n]
- *   signal   STORE, ADD: n values; SILU: n values silu(gate_i) * up_i out of 2n matrix rows (gate first). A PACKET slice, or LOCAL
+ *   wait[1]  ADD, GATED: the residual, this instruction's own n values: the slice of a PACKET vector, or LOCAL f32[rows][n]
+ *   wait[2]  GATED: value gate_off is the gate; publishes residual + sigmoid(gate) * y
+ *   signal   STORE, ADD, GATED: n values; SILU: n values silu(gate_i) * up_i out of 2n matrix rows (gate first). A PACKET slice, or LOCAL
  *            f32[rows][n]
  *   tape     one segment
  * One row and eight rows read the same bytes. Source of the mathematics: models.md 3. */
@@ -41,7 +42,13 @@ void mk_gemv_twin(mk_ctx *c)
             for (uint32_t i = 0; i < g->n * halves; i++) v[i] *= g->scale;
         if (g->epilogue == MK_EPI_SILU) {
             for (uint32_t i = 0; i < g->n; i++) v[i] = mk_siluf(v[i]) * v[g->n + i];
-        } else if (g->epilogue == MK_EPI_ADD) {
+        } else if (g->epilogue == MK_EPI_ADD || g->epilogue == MK_EPI_GATED) {
+            if (g->epilogue == MK_EPI_GATED) {
+                float gate;
+                mk_read(c, 2, r, g->gate_off, 1, &gate);
+                gate = mk_sigmoidf(gate);
+                for (uint32_t i = 0; i < g->n; i++) v[i] *= gate;
+            }
             const mk_vec *rv = &c->prog->vec[in->wait[1].vec];
             if (rv->scope == MK_LOCAL)
                 memcpy(res, (float *)mk_local(c, in->wait[1].vec) + (size_t)r * g->n, g->n * sizeof *res);

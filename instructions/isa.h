@@ -37,7 +37,9 @@
     X(EXPERT_DOWN, expert_down, "down projections of the chosen experts, added in ascending id")                       \
     X(LM_HEAD, lm_head, "logits of a vocabulary slice, their maximum and log-sum-exp")                                 \
     X(SAMPLE, sample, "next token and logprob of every row that asked")                                                \
-    X(SCHEDULE, schedule, "stop ids, budgets, events; composes the next step")
+    X(SCHEDULE, schedule, "stop ids, budgets, events; composes the next step")                                         \
+    X(GQA_APPEND, gqa_append, "key and value of one KV head, a token each, into the paged cache")                      \
+    X(GQA_PARTIAL, gqa_partial, "attention of the heads that share a KV head over one split of its cache")
 
 enum mk_opcode {
 #define X(NAME, name, text) MK_OP_##NAME,
@@ -117,10 +119,12 @@ enum mk_epilogue {
     MK_EPI_STORE = 0, /* publish y */
     MK_EPI_ADD = 1,   /* publish residual + y: residual is wait[1], the same slice */
     MK_EPI_SILU = 2,  /* rows are [gate | up]: publish silu(gate) * up; n counts pairs */
+    MK_EPI_GATED = 3, /* ADD with a gate: publish residual + sigmoid(gate) * y; gate is value gate_off of wait[2] (f32) */
 };
 enum { MK_GEMV_X_F32 = 1 /* the staged vector stays f32 (router); else it is rounded to bf16, unless the program is act=f32 */ };
 
-/* y[i] = sum_k W[i,k] x[k].   wait[0] = input, wait[1] = residual for ADD. Tape: one segment of n (SILU: 2n) rows. */
+/* y[i] = sum_k W[i,k] x[k].   wait[0] = input, wait[1] = residual for ADD and GATED, wait[2] = gate for GATED. Tape: one segment of n
+ * (SILU: 2n) rows. */
 typedef struct mk_gemv {
     uint32_t n;          /* output values of this slice */
     uint32_t k;          /* columns */
@@ -138,6 +142,7 @@ typedef struct mk_gemv {
     float eps;
     float scale;         /* epilogue: y is multiplied by this before anything else; 1 for none */
     uint32_t row0;       /* first row of the matrix (SILU: pair), for people and for the packer's check */
+    uint32_t gate_off;   /* GATED: the gate's value in wait[2]'s vector; else 0 */
 } mk_gemv;
 
 /* wait: none (the step descriptor). signal: slice [first, first+n) of h. */
@@ -161,6 +166,7 @@ typedef struct mk_conv {
     uint64_t state_off; /* in the slot's state, bytes */
 } mk_conv;
 
+enum mk_gate { MK_GATE_SIGMOID = 0, MK_GATE_SILU = 1 };
 enum mk_decay { MK_DECAY_CHANNEL = 0 /* KDA: one g a key channel */, MK_DECAY_HEAD = 1 /* GDN: one g a head */ };
 
 /* One head, value channels [v0, v0+dv) of it; models.md 3.2:
@@ -171,7 +177,8 @@ enum mk_decay { MK_DECAY_CHANNEL = 0 /* KDA: one g a key channel */, MK_DECAY_HE
 typedef struct mk_delta {
     uint16_t dk, dv;
     uint8_t decay; /* enum mk_decay */
-    uint8_t pad[3];
+    uint8_t gate;  /* enum mk_gate: what z goes through (KDA: sigmoid, GDN: silu) */
+    uint8_t pad[2];
     uint32_t f_off, z_off;  /* values in wait[1]'s vector */
     uint32_t b_off;         /* value in wait[2]'s vector */
     uint32_t param_off;     /* f32: A_log[1], dt_bias[dk], o_norm[dv] */
@@ -192,7 +199,8 @@ typedef struct mk_mla {
     float eps;          /* KV_APPEND: latent norm */
     uint32_t param_off; /* KV_APPEND: gamma f32[latent]; then, if rotary != 0, inv_freq f32[rope/2] */
     uint8_t rotary;     /* 0 none, 1 interleaved pairs */
-    uint8_t pad[3];
+    uint8_t gate;       /* COMBINE: 1: values are multiplied by sigmoid of wait[1]'s [in_off + head0 * qk_stride + first, + n) */
+    uint8_t pad[2];
     uint32_t part;      /* MLA_PARTIAL: this instruction is part `part` of `parts`: it takes the work items i of a row with */
     uint32_t parts;     /*              (i + row) mod parts == part; items of a row = splits x head groups */
     uint32_t first, n;  /* COMBINE: latent values [first, first+n) of head head0 */
@@ -218,6 +226,36 @@ MK_BOTH uint32_t mk_splits(uint32_t pos)
 MK_BOTH uint32_t mk_partial_floats(uint32_t latent)
 {
     return latent + 4;
+}
+
+/* Grouped-query attention; query head h uses KV head h / (heads / kv_heads). Rotation is half-split (instructions/rotary.h) over the first
+ * `rope` of a head's values. Page p of a layer's pool lies at kv_off + p * kv_page_bytes:
+ *   [kv_head][k, v][MK_PAGE][dim] values of the program's activation type, so that what a work item reads of a page is contiguous.
+ * GQA_APPEND: wait[0] = k and v of KV head `head` of every row; signal = BULK counter, one increment for each KV head.
+ * GQA_PARTIAL: wait[0] = q of all heads, wait[1] = that counter; signal = BULK partials as MLA_PARTIAL's (latent := dim), combined by
+ * COMBINE. Work items of row r: i = split * kv_heads + KV head; this instruction takes those with (i + r) mod parts == part. */
+typedef struct mk_gqa {
+    uint64_t kv_off;       /* in the KV region: this layer's pool */
+    uint32_t q_off;        /* PARTIAL: q of head 0 in wait[0] */
+    uint32_t q_stride;     /* PARTIAL: values between two heads */
+    uint32_t k_off, v_off; /* APPEND: k and v of KV head 0 in wait[0], dim values a head */
+    uint16_t heads, kv_heads, dim, rope;
+    uint16_t head;         /* APPEND: KV head */
+    uint8_t norm;          /* 1: x <- x * rsqrt(mean(x^2) + eps) * gamma over the head's dim values before the rotation (q or k) */
+    uint8_t pad;
+    float scale;           /* softmax scale */
+    float eps;
+    uint32_t param_off;    /* gamma f32[dim] when norm, then inv_freq f32[rope/2] */
+    uint32_t part, parts;
+} mk_gqa;
+MK_BOTH uint64_t mk_gqa_page_values(uint32_t kv_heads, uint32_t dim)
+{
+    return (uint64_t)2 * kv_heads * MK_PAGE * dim;
+}
+/* First value of KV head g's keys (which = 0) or values (1) of the token at offset t of a page. */
+MK_BOTH uint64_t mk_gqa_at(uint32_t dim, uint32_t g, uint32_t which, uint32_t t)
+{
+    return (((uint64_t)g * 2 + which) * MK_PAGE + t) * dim;
 }
 
 enum mk_score { MK_SCORE_SIGMOID = 0, MK_SCORE_SOFTMAX = 1 };
@@ -313,6 +351,7 @@ typedef struct mk_insn {
         mk_conv conv;
         mk_delta delta;
         mk_mla mla;
+        mk_gqa gqa;
         mk_route route;
         mk_expert expert;
         mk_lm_head lm_head;

@@ -9,7 +9,9 @@
  *   DELTA_STEP    rows x (dk + dv + 1) f32                    the state, dk x dv f32
  *   KV_APPEND     rows x (latent + rope) f32                  -
  *   MLA_PARTIAL   MK_HEAD_GROUP heads x (latent + rope)   the same heads x (latent + 4) f32
- *   COMBINE       -                                           rows x n f32, two f32 a split
+ *   COMBINE       gate: rows x n f32                          rows x n f32, two f32 a split
+ *   GQA_APPEND    rows x 2 dim f32                            -
+ *   GQA_PARTIAL   heads of one KV head x dim                  the same heads x (dim + 4) f32
  *   ROUTE         rows x experts f32                          -
  *   SAMPLE        one row's statistics, 16 bytes a slice      -
  *   EMBED, SCHEDULE: nothing beyond the fixed part.
@@ -42,6 +44,11 @@ static uint64_t mla_group(const mk_mla *m)
     return m->all_heads < MK_HEAD_GROUP ? m->all_heads : MK_HEAD_GROUP;
 }
 
+static uint64_t gqa_group(const mk_gqa *g)
+{
+    return g->kv_heads ? g->heads / g->kv_heads : 0;
+}
+
 static uint64_t staging(const mk_program *p, const mk_insn *in)
 {
     uint64_t ae = act_bytes(p);
@@ -61,6 +68,12 @@ static uint64_t staging(const mk_program *p, const mk_insn *in)
         return ROWS * ((uint64_t)in->mla.latent + in->mla.rope) * 4;
     case MK_OP_MLA_PARTIAL:
         return mla_group(&in->mla) * ((uint64_t)in->mla.latent + in->mla.rope) * ae;
+    case MK_OP_COMBINE:
+        return in->mla.gate ? ROWS * in->mla.n * 4 : 0;
+    case MK_OP_GQA_APPEND:
+        return ROWS * 2 * in->gqa.dim * 4;
+    case MK_OP_GQA_PARTIAL:
+        return gqa_group(&in->gqa) * in->gqa.dim * ae;
     case MK_OP_ROUTE:
         return ROWS * in->route.experts * 4;
     case MK_OP_SAMPLE:
@@ -88,6 +101,8 @@ static uint64_t working(const mk_program *p, const mk_insn *in)
         return (uint64_t)in->delta.dk * in->delta.dv * 4;
     case MK_OP_MLA_PARTIAL:
         return mla_group(&in->mla) * mk_partial_floats(in->mla.latent) * 4;
+    case MK_OP_GQA_PARTIAL:
+        return gqa_group(&in->gqa) * mk_partial_floats(in->gqa.dim) * 4;
     case MK_OP_COMBINE:
         return ROWS * in->mla.n * 4 + 2ull * MK_MAX_SPLITS * 4;
     default:

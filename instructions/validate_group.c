@@ -29,7 +29,9 @@ static int check_pools(mk_check *c)
     mk_range *r = malloc(c->i->n_insn * sizeof *r);
     if (!r) return mk_fail(c->err, MK_E_SYSTEM, "validator: out of memory");
     for (uint32_t x = 0; x < c->i->n_insn; x++)
-        if (insn(c, x)->opcode == MK_OP_KV_APPEND) r[n++] = (mk_range){insn(c, x)->mla.kv_off, c->i->kv_page_bytes * c->i->kv_pages, x};
+        if (insn(c, x)->opcode == MK_OP_KV_APPEND || (insn(c, x)->opcode == MK_OP_GQA_APPEND && insn(c, x)->gqa.head == 0))
+            r[n++] = (mk_range){insn(c, x)->opcode == MK_OP_KV_APPEND ? insn(c, x)->mla.kv_off : insn(c, x)->gqa.kv_off,
+                                c->i->kv_page_bytes * c->i->kv_pages, x};
     int bad = mk_overlap(r, n, &a, &b);
     free(r);
     return bad ? mk_refuse(c, b, "writes the cache pool that %s writes", mk_insn_text(c, a).s) : MK_OK;
@@ -66,6 +68,52 @@ static int check_partials(mk_check *c, uint32_t id, uint8_t *seen)
     return MK_OK;
 }
 
+static int same_gqa(const mk_gqa *a, const mk_gqa *b)
+{
+    return a->kv_off == b->kv_off && a->heads == b->heads && a->kv_heads == b->kv_heads && a->dim == b->dim && a->rope == b->rope &&
+           a->norm == b->norm;
+}
+
+/* The members of the cache's publication append each KV head of the pool that x reads once. */
+static int check_gqa_reader(mk_check *c, uint32_t x, uint8_t *seen)
+{
+    const mk_wait *wt = &insn(c, x)->wait[1];
+    uint32_t id = mk_pub_id(c, wt->vec, wt->pub), n = mk_members(c, id);
+    const uint32_t *m = c->member + c->member_off[id];
+    memset(seen, 0, n);
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *app = insn(c, m[k]);
+        if (app->opcode != MK_OP_GQA_APPEND || !same_gqa(&app->gqa, &insn(c, x)->gqa))
+            return mk_refuse(c, x, "waits for %s pub %u of %s, which does not append to the pool at %llu that it reads", c->p->vec[wt->vec].name,
+                             wt->pub, mk_insn_text(c, m[k]).s, (unsigned long long)insn(c, x)->gqa.kv_off);
+        if (seen[app->gqa.head]++)
+            return mk_refuse(c, m[k], "KV head %u of %u is another instruction's as well", app->gqa.head, app->gqa.kv_heads);
+    }
+    return MK_OK;
+}
+
+static int check_gqa_partials(mk_check *c, uint32_t id, uint8_t *seen)
+{
+    const uint32_t *m = c->member + c->member_off[id], n = mk_members(c, id);
+    memset(seen, 0, n);
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *in = insn(c, m[k]), *first = insn(c, m[0]);
+        mk_gqa g = in->gqa;
+        g.part = first->gqa.part;
+        if (in->opcode != MK_OP_GQA_PARTIAL || memcmp(&g, &first->gqa, sizeof g) || memcmp(in->wait, first->wait, 2 * sizeof in->wait[0]))
+            return mk_refuse(c, m[k], "another cache, shape, scale or input than %s, which makes the same partials", mk_insn_text(c, m[0]).s);
+        if (seen[in->gqa.part]++) return mk_refuse(c, m[k], "part %u of %u is another instruction's as well", in->gqa.part, in->gqa.parts);
+    }
+    return MK_OK;
+}
+
+/* Does x make the partials that COMBINE m reads? */
+static int makes_partials(const mk_insn *x, const mk_mla *m)
+{
+    if (x->opcode == MK_OP_MLA_PARTIAL) return same_cache(&x->mla, m);
+    return x->opcode == MK_OP_GQA_PARTIAL && x->gqa.kv_off == m->kv_off && x->gqa.dim == m->latent && x->gqa.heads == m->all_heads;
+}
+
 static int check_attention(mk_check *c)
 {
     uint8_t *seen = malloc((size_t)c->i->n_insn + 1);
@@ -77,9 +125,13 @@ static int check_attention(mk_check *c)
             uint32_t id = mk_pub_id(c, in->signal_vec, in->signal_pub);
             rc = check_cache_reader(c, x);
             if (!rc && c->member[c->member_off[id]] == x) rc = check_partials(c, id, seen);
+        } else if (in->opcode == MK_OP_GQA_PARTIAL) {
+            uint32_t id = mk_pub_id(c, in->signal_vec, in->signal_pub);
+            rc = check_gqa_reader(c, x, seen);
+            if (!rc && c->member[c->member_off[id]] == x) rc = check_gqa_partials(c, id, seen);
         } else if (in->opcode == MK_OP_COMBINE) {
             uint32_t id = mk_pub_id(c, in->wait[0].vec, in->wait[0].pub), m = c->member[c->member_off[id]];
-            if (insn(c, m)->opcode != MK_OP_MLA_PARTIAL || !same_cache(&insn(c, m)->mla, &in->mla))
+            if (!makes_partials(insn(c, m), &in->mla))
                 rc = mk_refuse(c, x, "combines %s pub %u, which %s makes for another cache or shape", c->p->vec[in->wait[0].vec].name, in->wait[0].pub,
                                mk_insn_text(c, m).s);
         }

@@ -12,12 +12,12 @@ static const uint8_t payload_bytes[MK_OP_COUNT] = {
     [MK_OP_DELTA_STEP] = sizeof(mk_delta),    [MK_OP_KV_APPEND] = sizeof(mk_mla),      [MK_OP_MLA_PARTIAL] = sizeof(mk_mla),
     [MK_OP_COMBINE] = sizeof(mk_mla),         [MK_OP_ROUTE] = sizeof(mk_route),        [MK_OP_EXPERT_UP] = sizeof(mk_expert),
     [MK_OP_EXPERT_DOWN] = sizeof(mk_expert),  [MK_OP_LM_HEAD] = sizeof(mk_lm_head),    [MK_OP_SAMPLE] = sizeof(mk_sample),
-    [MK_OP_SCHEDULE] = sizeof(mk_schedule),
+    [MK_OP_SCHEDULE] = sizeof(mk_schedule),   [MK_OP_GQA_APPEND] = sizeof(mk_gqa),     [MK_OP_GQA_PARTIAL] = sizeof(mk_gqa),
 };
 static const uint8_t waits[MK_OP_COUNT] = {
-    [MK_OP_GEMV] = 1 /* ADD: 2 */, [MK_OP_CONV_STEP] = 3, [MK_OP_DELTA_STEP] = 3, [MK_OP_KV_APPEND] = 1, [MK_OP_MLA_PARTIAL] = 3,
-    [MK_OP_COMBINE] = 1,           [MK_OP_ROUTE] = 1,     [MK_OP_EXPERT_UP] = 2,  [MK_OP_EXPERT_DOWN] = 3, [MK_OP_LM_HEAD] = 1,
-    [MK_OP_SAMPLE] = 2,            [MK_OP_SCHEDULE] = 1,
+    [MK_OP_GEMV] = 1 /* ADD: 2, GATED: 3 */, [MK_OP_CONV_STEP] = 3, [MK_OP_DELTA_STEP] = 3, [MK_OP_KV_APPEND] = 1, [MK_OP_MLA_PARTIAL] = 3,
+    [MK_OP_COMBINE] = 1 /* gate: 2 */, [MK_OP_ROUTE] = 1,     [MK_OP_EXPERT_UP] = 2,  [MK_OP_EXPERT_DOWN] = 3, [MK_OP_LM_HEAD] = 1,
+    [MK_OP_SAMPLE] = 2,            [MK_OP_SCHEDULE] = 1,  [MK_OP_GQA_APPEND] = 1, [MK_OP_GQA_PARTIAL] = 2,
 };
 
 #define MAX_K (1u << 20) /* columns; keeps every product below 64 bits */
@@ -244,7 +244,7 @@ static int check_headnorm(mk_check *c, uint32_t x, const mk_gemv *g)
 static int check_gemv(mk_check *c, uint32_t x, const mk_gemv *g)
 {
     const mk_insn *in = &c->p->insn[x];
-    if (g->prologue > MK_PRO_HEADNORM || g->epilogue > MK_EPI_SILU || g->flags & ~MK_GEMV_X_F32)
+    if (g->prologue > MK_PRO_HEADNORM || g->epilogue > MK_EPI_GATED || g->flags & ~MK_GEMV_X_F32)
         return mk_refuse(c, x, "prologue %u, epilogue %u, flags 0x%x: not legal", g->prologue, g->epilogue, g->flags);
     uint32_t halves = g->epilogue == MK_EPI_SILU ? 2 : 1;
     TRY(segment(c, x, g->wtype, g->n, halves, g->k, g->row0, g->phase, g->nseg, g->scale_k));
@@ -264,7 +264,13 @@ static int check_gemv(mk_check *c, uint32_t x, const mk_gemv *g)
         TRY(signals_local(c, x, (uint64_t)MK_MAX_ROWS * g->n * 4));
     else
         TRY(signals_slice(c, x, g->n));
-    if (g->epilogue != MK_EPI_ADD) return MK_OK;
+    if (g->epilogue != MK_EPI_GATED && g->gate_off) return mk_refuse(c, x, "gate_off is %u without a gate", g->gate_off);
+    if (g->epilogue == MK_EPI_GATED) {
+        TRY(no_dynamic(c, x, 2));
+        TRY(reads(c, x, 2, g->gate_off, 1, "the gate"));
+        TRY(is_f32(c, x, mk_wait_vec(c, in, 2)));
+    }
+    if (g->epilogue != MK_EPI_ADD && g->epilogue != MK_EPI_GATED) return MK_OK;
 
     const mk_vec *res = mk_wait_vec(c, in, 1);
     if (res->scope == MK_LOCAL) {
@@ -304,8 +310,9 @@ static int check_conv(mk_check *c, uint32_t x, const mk_conv *v)
 static int check_delta(mk_check *c, uint32_t x, const mk_delta *d)
 {
     const mk_insn *src;
-    if (!d->dk || !d->dv || d->dk > 1024 || d->dv > 1024 || d->decay > MK_DECAY_HEAD)
-        return mk_refuse(c, x, "dk %u, dv %u, decay %u: expected 1 to 1024 channels and decay 0 or 1", d->dk, d->dv, d->decay);
+    if (!d->dk || !d->dv || d->dk > 1024 || d->dv > 1024 || d->decay > MK_DECAY_HEAD || d->gate > MK_GATE_SILU)
+        return mk_refuse(c, x, "dk %u, dv %u, decay %u, gate %u: expected 1 to 1024 channels, decay and gate 0 or 1", d->dk, d->dv, d->decay,
+                         d->gate);
     TRY(written_by(c, x, 0, MK_OP_CONV_STEP, &src));
     if (src->conv.dk != d->dk || src->conv.dv != d->dv)
         return mk_refuse(c, x, "dk %u and dv %u, but #%u CONV_STEP left %u and %u", d->dk, d->dv, src->seq, src->conv.dk, src->conv.dv);
@@ -333,6 +340,7 @@ static int check_mla(mk_check *c, uint32_t x, const mk_mla *m)
         return mk_refuse(c, x, "a page of %u tokens needs %llu bytes, kv_page_bytes is %llu", MK_PAGE, (ull)page, (ull)c->i->kv_page_bytes);
     if (!pool || m->kv_off % pool || m->kv_off / pool >= c->i->kv_layers)
         return mk_refuse(c, x, "cache pool at %llu, expected a multiple of %llu below %u pools", (ull)m->kv_off, (ull)pool, c->i->kv_layers);
+    if (in->opcode != MK_OP_COMBINE && m->gate) return mk_refuse(c, x, "gate is %u, expected 0: only COMBINE has one", m->gate);
     if (in->opcode != MK_OP_COMBINE)
         TRY(params(c, x, m->param_off, (uint64_t)m->latent + (m->rotary ? m->rope / 2 : 0), "latent norm and rotation"));
 
@@ -370,6 +378,11 @@ static int check_mla(mk_check *c, uint32_t x, const mk_mla *m)
     default: {
         TRY(wait_is(c, x, 0, MK_BULK));
         if (m->heads != 1 && m->heads != m->all_heads) return mk_refuse(c, x, "combines one head, heads is %u", m->heads);
+        if (m->gate > 1) return mk_refuse(c, x, "gate is %u, expected 0 or 1", m->gate);
+        if (m->gate) {
+            TRY(no_dynamic(c, x, 1));
+            TRY(reads(c, x, 1, m->in_off + (uint64_t)m->head0 * m->qk_stride + m->first, m->n, "the gate"));
+        }
         if (!m->n || (uint64_t)m->first + m->n > m->latent)
             return mk_refuse(c, x, "latent values [%u, +%u) of %u", m->first, m->n, m->latent);
         TRY(signals_slice(c, x, m->n));
@@ -381,6 +394,42 @@ static int check_mla(mk_check *c, uint32_t x, const mk_mla *m)
         return MK_OK;
     }
     }
+}
+
+static int check_gqa(mk_check *c, uint32_t x, const mk_gqa *g)
+{
+    const mk_insn *in = &c->p->insn[x];
+    uint64_t pool = c->i->kv_page_bytes * c->i->kv_pages;
+    uint64_t page = mk_gqa_page_values(g->kv_heads, g->dim) * (c->i->flags & MK_PROG_ACT_F32 ? 4 : 2);
+    if (!g->dim || g->dim % 8 || g->rope % 2 || g->rope > g->dim || g->norm > 1)
+        return mk_refuse(c, x, "dim %u, rope %u, norm %u: expected a dim that is a multiple of 8, an even rope within it, norm 0 or 1", g->dim, g->rope,
+                         g->norm);
+    if (!g->kv_heads || !g->heads || g->heads > 4096 || g->heads % g->kv_heads)
+        return mk_refuse(c, x, "%u heads on %u KV heads", g->heads, g->kv_heads);
+    if (page > c->i->kv_page_bytes)
+        return mk_refuse(c, x, "a page of %u tokens needs %llu bytes, kv_page_bytes is %llu", MK_PAGE, (ull)page, (ull)c->i->kv_page_bytes);
+    if (!pool || g->kv_off % pool || g->kv_off / pool >= c->i->kv_layers)
+        return mk_refuse(c, x, "cache pool at %llu, expected a multiple of %llu below %u pools", (ull)g->kv_off, (ull)pool, c->i->kv_layers);
+    TRY(params(c, x, g->param_off, (uint64_t)(g->norm ? g->dim : 0) + g->rope / 2, "head norm and rotation"));
+    if (g->norm) TRY(positive(c, x, g->eps, 0, "eps"));
+    TRY(no_dynamic(c, x, 0));
+    TRY(signals_scope(c, x, MK_BULK));
+    const mk_vec *v = &c->p->vec[in->signal_vec];
+    if (in->opcode == MK_OP_GQA_APPEND) {
+        if (g->head >= g->kv_heads || v->signals != g->kv_heads)
+            return mk_refuse(c, x, "KV head %u of %u, %s takes %u signals", g->head, g->kv_heads, v->name, v->signals);
+        TRY(reads(c, x, 0, (uint64_t)g->k_off + g->head * g->dim, g->dim, "k"));
+        return reads(c, x, 0, (uint64_t)g->v_off + g->head * g->dim, g->dim, "v");
+    }
+    uint64_t partials = (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * g->heads * mk_partial_floats(g->dim) * 4;
+    TRY(reads(c, x, 0, g->q_off, g->dim, "q of the first head"));
+    TRY(reads(c, x, 0, g->q_off + (uint64_t)(g->heads - 1) * g->q_stride, g->dim, "q of the last head"));
+    TRY(wait_is(c, x, 1, MK_BULK));
+    TRY(positive(c, x, g->scale, 0, "softmax scale"));
+    if (v->width < partials) return mk_refuse(c, x, "partials need %llu bytes, %s has %u", (ull)partials, v->name, v->width);
+    if (g->parts != v->signals || g->part >= g->parts)
+        return mk_refuse(c, x, "part %u of %u, %s takes %u signals", g->part, g->parts, v->name, v->signals);
+    return MK_OK;
 }
 
 static int check_route(mk_check *c, uint32_t x, const mk_route *r)
@@ -473,7 +522,7 @@ static int check_expert(mk_check *c, uint32_t x, const mk_expert *e)
         const mk_insn *src;
         TRY(written_by(c, x, 2, MK_OP_GEMV, &src));
         if (src->gemv.n != e->n) return mk_refuse(c, x, "adds to %u values of local vector %s, it has %u", src->gemv.n, acc->name, e->n);
-        if (src->gemv.epilogue != MK_EPI_ADD || src->wait[1].vec != in->signal_vec || src->wait[1].slice0 != in->signal_slice)
+        if ((src->gemv.epilogue != MK_EPI_ADD && src->gemv.epilogue != MK_EPI_GATED) || src->wait[1].vec != in->signal_vec || src->wait[1].slice0 != in->signal_slice)
             return mk_refuse(c, x, "adds to local vector %s, which is not slice %u of %s plus something", acc->name, in->signal_slice, h->name);
         return MK_OK;
     }
@@ -554,7 +603,9 @@ static int check_smem(mk_check *c, uint32_t x)
 int mk_check_insn(mk_check *c, uint32_t x)
 {
     const mk_insn *in = &c->p->insn[x];
-    uint32_t want = waits[in->opcode] + (in->opcode == MK_OP_GEMV && in->gemv.epilogue == MK_EPI_ADD);
+    uint32_t want = waits[in->opcode];
+    if (in->opcode == MK_OP_GEMV) want += in->gemv.epilogue == MK_EPI_ADD ? 1 : in->gemv.epilogue == MK_EPI_GATED ? 2 : 0;
+    if (in->opcode == MK_OP_COMBINE) want += in->mla.gate != 0;
     if (in->nwait != want) return mk_refuse(c, x, "%u waits, expected %u", in->nwait, want);
     if (in->opcode != MK_OP_GEMV && in->opcode != MK_OP_LM_HEAD && in->tape_bytes)
         return mk_refuse(c, x, "consumes %u bytes of tape, expected none", in->tape_bytes);
@@ -568,6 +619,8 @@ int mk_check_insn(mk_check *c, uint32_t x)
     case MK_OP_KV_APPEND:
     case MK_OP_MLA_PARTIAL:
     case MK_OP_COMBINE: TRY(check_mla(c, x, &in->mla)); break;
+    case MK_OP_GQA_APPEND:
+    case MK_OP_GQA_PARTIAL: TRY(check_gqa(c, x, &in->gqa)); break;
     case MK_OP_ROUTE: TRY(check_route(c, x, &in->route)); break;
     case MK_OP_EXPERT_UP:
     case MK_OP_EXPERT_DOWN: TRY(check_expert(c, x, &in->expert)); break;

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "instructions/mk_math.h"
+
 typedef float mk_f8 __attribute__((vector_size(32)));
 typedef uint32_t mk_u8x __attribute__((vector_size(32)));
 typedef uint16_t mk_h8 __attribute__((vector_size(16)));
@@ -58,6 +60,13 @@ MK_INLINE float mk_sumsq8(const float *x, uint32_t n)
     }
     for (uint32_t k = 0; i < n; i++, k++) tail[k] = x[i];
     return mk_lanes(a + tail * tail);
+}
+
+/* x <- x * gamma / sqrt(mean(x^2) + eps). */
+MK_INLINE void mk_head_norm(float *x, const float *gamma, uint32_t n, float eps)
+{
+    float rstd = mk_rsqrtf(mk_sumsq8(x, n) / (float)n + eps);
+    for (uint32_t i = 0; i < n; i++) x[i] = x[i] * rstd * gamma[i];
 }
 
 #endif

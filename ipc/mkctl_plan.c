@@ -10,15 +10,16 @@
 
 static void print_layers(const mk_model *m)
 {
-    uint32_t delta = 0, mla = 0, dense = 0, moe = 0;
+    uint32_t delta = 0, mla = 0, gqa = 0, dense = 0, moe = 0;
     for (uint32_t l = 0; l < m->layers; l++) {
         delta += m->layer[l].mixer == MK_MIX_DELTA;
         mla += m->layer[l].mixer == MK_MIX_MLA;
+        gqa += m->layer[l].mixer == MK_MIX_GQA;
         dense += m->layer[l].ffn == MK_FFN_DENSE;
         moe += m->layer[l].ffn == MK_FFN_MOE;
     }
     printf("model      %s, hidden %u, vocabulary %u, context limit %u\n", m->arch, m->hidden, m->vocab, m->max_context);
-    printf("layers     %u: %u delta rule, %u MLA; %u dense, %u MoE\n", m->layers, delta, mla, dense, moe);
+    printf("layers     %u: %u delta rule, %u MLA, %u GQA; %u dense, %u MoE\n", m->layers, delta, mla, gqa, dense, moe);
 }
 
 static void print_opcodes(const mk_program *p)

@@ -1,0 +1,100 @@
+/* Layers of grouped-query attention.
+ *
+ *   [q (gate) | k | v] -> GQA_APPEND per KV head -> GQA_PARTIAL -> COMBINE per head and slice of it (gate) -> o (+ h)
+ */
+#include "host/planner_internal.h"
+
+#include <stdlib.h>
+
+void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
+{
+    const mk_layer *L = &b->m->layer[layer];
+    const mk_gqa_mixer *a = &L->gqa;
+    uint32_t W = b->cfg->workers, heads = a->heads, dim = a->dim, *cut = R->cut[0];
+    uint32_t cs = mk_item_slices(heads, dim, W), items = heads * cs, cw = dim / cs;
+    if (R->have_gqa && !mk_same_shape(b, "attention", layer,
+                                      R->gqa->heads == heads && R->gqa->kv_heads == a->kv_heads && R->gqa->dim == dim &&
+                                          R->gqa->rope == a->rope && R->gqa->gated == a->gated))
+        return;
+    mk_part qkv[3] = {mk_whole(&a->q), mk_whole(&a->k), mk_whole(&a->v)}, o = mk_whole(&a->o);
+    const mk_part *g1[1] = {qkv};
+    uint32_t n1[1] = {3};
+    mk_split(b, g1, n1, 1, cut);
+    if (!R->have_gqa) {
+        R->have_gqa = 1;
+        R->gqa = a;
+        uint32_t *st = calloc(items + 1, sizeof *st);
+        if (!st) {
+            b->failed = 1;
+            return;
+        }
+        for (uint32_t i = 0; i <= items; i++) st[i] = i * cw;
+        R->gqa_qkv = mk_vec_split(b, "attn qkv", mk_act(b), qkv, 3, cut);
+        R->gqa_cache = mk_vec_bulk(b, "kvcache", 0, a->kv_heads);
+        R->gqa_part = mk_vec_bulk(b, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * heads * mk_partial_floats(dim) * 4, W);
+        R->gqa_o = mk_vec_packet(b, "attn o", mk_act(b), 0, 0, st, items);
+        free(st);
+    }
+    uint32_t qkv_pub = mk_pub(b, R->gqa_qkv), cache_pub = mk_pub(b, R->gqa_cache), part_pub = mk_pub(b, R->gqa_part);
+    uint32_t o_pub = mk_pub(b, R->gqa_o), pub = mk_pub(b, R->h), in_param = mk_norm_param(b, &L->in_norm);
+
+    mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .param_off = in_param, .eps = L->in_norm.eps,
+                      .out_vec = R->gqa_qkv, .out_pub = qkv_pub};
+    mk_phase_begin(b);
+    mk_emit_gemv(b, layer, qkv, 3, cut, &s);
+    mk_phase_end(b, "attn qkv", layer,
+                 a->q.n + a->k.n + a->v.n < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+
+    mk_gqa g = {.heads = (uint16_t)heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)dim, .rope = (uint16_t)a->rope};
+    g.kv_off = (uint64_t)kv_index * b->cfg->kv_pages * mk_gqa_page_values(a->kv_heads, dim) * (b->cfg->act_f32 ? 4u : 2u);
+    mk_gqa kg = g, qg = g;
+    kg.k_off = a->q.n;
+    kg.v_off = a->q.n + a->k.n;
+    kg.norm = a->k_norm.gamma.tensor[0] != 0;
+    kg.eps = a->k_norm.eps;
+    kg.param_off = kg.norm ? mk_norm_param(b, &a->k_norm) : (uint32_t)b->param;
+    mk_param_values(b, a->inv_freq, a->rope / 2);
+    qg.q_stride = a->q.n / heads;
+    qg.norm = a->q_norm.gamma.tensor[0] != 0;
+    qg.eps = a->q_norm.eps;
+    qg.param_off = qg.norm ? mk_norm_param(b, &a->q_norm) : (uint32_t)b->param;
+    mk_param_values(b, a->inv_freq, a->rope / 2);
+    qg.scale = a->scale;
+    qg.parts = W;
+
+    for (uint32_t i = 0; i < a->kv_heads; i++) {
+        mk_insn *in = mk_emit(b, mk_start(i, W, a->kv_heads), MK_OP_GQA_APPEND, layer);
+        in->gqa = kg;
+        in->gqa.head = (uint16_t)i;
+        mk_wait_values(b, in, R->gqa_qkv, qkv_pub, kg.k_off + i * dim, kg.v_off - kg.k_off + dim);
+        mk_signal(in, R->gqa_cache, cache_pub, 0);
+    }
+    for (uint32_t w = 0; w < W; w++) {
+        mk_insn *in = mk_emit(b, w, MK_OP_GQA_PARTIAL, layer);
+        in->gqa = qg;
+        in->gqa.part = w;
+        mk_wait_values(b, in, R->gqa_qkv, qkv_pub, 0, a->q.n);
+        mk_wait_all(b, in, R->gqa_cache, cache_pub);
+        mk_signal(in, R->gqa_part, part_pub, 0);
+    }
+    for (uint32_t i = 0; i < items; i++) {
+        mk_insn *in = mk_emit(b, mk_start(i, W, items), MK_OP_COMBINE, layer);
+        in->mla = (mk_mla){.kv_off = g.kv_off, .head0 = i / cs, .heads = 1, .latent = (uint16_t)dim, .all_heads = heads, .parts = W,
+                           .first = i % cs * cw, .n = cw};
+        mk_wait_all(b, in, R->gqa_part, part_pub);
+        if (a->gated) {
+            in->mla.gate = 1;
+            in->mla.in_off = dim;
+            in->mla.qk_stride = (uint16_t)qg.q_stride;
+            mk_wait_values(b, in, R->gqa_qkv, qkv_pub, in->mla.in_off + in->mla.head0 * qg.q_stride + in->mla.first, cw);
+        }
+        mk_signal(in, R->gqa_o, o_pub, i);
+    }
+    b->plan->kv_bytes_per_token_held += 4ull * a->kv_heads * dim;
+
+    mk_gemv_spec u = {.in_vec = R->gqa_o, .in_pub = o_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
+    mk_phase_begin(b);
+    mk_emit_gemv(b, layer, &o, 1, R->h_cut, &u);
+    mk_phase_end(b, "attn o", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
+    R->h_pub = pub;
+}
