@@ -385,7 +385,6 @@ static void expert_check(const expert_case *t)
         gate[e] = matrix_new(100 + e, I, H, t->wtype, 128);
         up[e] = matrix_new(200 + e, I, H, t->wtype, 128);
         down[e] = matrix_new(300 + e, H, I, t->wtype, 128);
-        /* bf16 weights have deviation 1: keep u of order 1 */
     }
     uint32_t *ustart = need(malloc((TOPK * T + 1) * sizeof *ustart));
     for (uint32_t k = 0; k < TOPK; k++)
@@ -545,6 +544,7 @@ static void lm_case(uint32_t wtype, uint32_t vocab, uint32_t k, uint32_t slices,
 {
     onestep *o = one_new(2, act_f32);
     matrix m = matrix_new(4, vocab, k, wtype, 128);
+    for (uint32_t i = 0; i + 1 < vocab; i += 2) memcpy(m.code + (i + 1) * k, m.code + i * k, k * sizeof *m.code); /* ties */
     const matrix *mp[1] = {&m};
     float *gamma = need(malloc(k * sizeof *gamma)), *x = need(malloc(MK_MAX_ROWS * k * sizeof *x));
     float *first = need(malloc(MK_MAX_ROWS * vocab * sizeof *first));

@@ -173,29 +173,44 @@ static void prefill(rig *g, uint32_t slot, uint32_t pos)
     free(v);
 }
 
-/* MLA_PARTIAL on all parts (alternating workers), then COMBINE for all heads. out[row][heads * latent]. */
-static void attend(rig *g, float *out)
+/* One part of MLA_PARTIAL. */
+static void run_part(rig *g, uint32_t part)
 {
     onestep *o = g->o;
-    uint32_t width = g->s.heads * g->s.latent, qw = g->s.heads * (g->s.nope + g->s.rope);
-    float *qt = need(malloc(width * sizeof *qt)), *q = need(malloc(qw * sizeof *q));
+    one_insn(o, MK_OP_MLA_PARTIAL);
+    one_wait(o, g->qt);
+    one_wait(o, g->q);
+    one_wait(o, g->cache);
+    one_to(o, g->partial, 0);
+    o->in.mla = g->m;
+    o->in.mla.in_off = g->s.nope;
+    o->in.mla.part = part;
+    one_run(o, part & 1);
+}
+
+static void publish_q(rig *g)
+{
+    onestep *o = g->o;
+    float *qt = need(malloc(g->s.heads * g->s.latent * sizeof *qt)), *q = need(malloc(g->s.heads * (g->s.nope + g->s.rope) * sizeof *q));
     for (uint32_t r = 0; r < o->step.nrows; r++) {
         q_input(g, o->step.row[r].slot, o->step.row[r].pos, qt, q);
         one_put(o, g->qt, r, qt, NULL);
         one_put(o, g->q, r, q, NULL);
     }
+    free(qt);
+    free(q);
     memset(one_bulk_at(o, g->partial), 0xff, o->prog.vec[g->partial].width);
+}
+
+/* MLA_PARTIAL on all parts (alternating workers), then COMBINE for all heads. out[row][heads * latent]. */
+static void attend(rig *g, float *out)
+{
+    onestep *o = g->o;
+    uint32_t width = g->s.heads * g->s.latent;
+    publish_q(g);
     for (uint32_t part = 0; part < g->s.parts; part++) {
         assert_false(one_ready(o, g->partial, 0, 0));
-        one_insn(o, MK_OP_MLA_PARTIAL);
-        one_wait(o, g->qt);
-        one_wait(o, g->q);
-        one_wait(o, g->cache);
-        one_to(o, g->partial, 0);
-        o->in.mla = g->m;
-        o->in.mla.in_off = g->s.nope;
-        o->in.mla.part = part;
-        one_run(o, part & 1);
+        run_part(g, part);
     }
     assert_true(one_ready(o, g->partial, 0, 0));
     for (uint32_t i = 0; i < g->s.heads * g->cs; i++) {
@@ -211,8 +226,6 @@ static void attend(rig *g, float *out)
         one_run(o, i & 1);
     }
     for (uint32_t r = 0; r < o->step.nrows; r++) one_get(o, g->lat, r, 0, width, out + (size_t)r * width);
-    free(qt);
-    free(q);
 }
 
 /* The same in double. In default precision the cache holds bf16: `rounded` takes the values that the machine has. */
@@ -407,11 +420,37 @@ static void test_attention_extreme(void **state)
     rig_free(g);
 }
 
+/* A part writes its own work items and nothing else. */
+static void test_parts(void **state)
+{
+    (void)state;
+    shape s = {.heads = 19, .latent = 32, .rope = 16, .nope = 16, .parts = 4, .context = 320, .rotary = 0, .act_f32 = 1};
+    rig *g = rig_new(s);
+    const uint32_t at[3][2] = {{0, 300}, {1, 10}, {2, 130}}, groups = 3, floats = mk_partial_floats(s.latent);
+    for (uint32_t r = 0; r < 3; r++) prefill(g, at[r][0], at[r][1]);
+    for (uint32_t part = 0; part < s.parts; part++) {
+        one_begin(g->o);
+        for (uint32_t r = 0; r < 3; r++) one_row(g->o, at[r][0], at[r][1]);
+        append(g);
+        publish_q(g);
+        run_part(g, part);
+        const float *p = one_bulk_at(g->o, g->partial);
+        for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
+            for (uint32_t split = 0; split < MK_MAX_SPLITS; split++)
+                for (uint32_t h = 0; h < s.heads; h++, p += floats) {
+                    uint32_t item = split * groups + h / MK_HEAD_GROUP;
+                    int ours = r < 3 && split <= at[r][1] / MK_PAGE && (item + r) % s.parts == part;
+                    for (uint32_t i = 0; i < s.latent + 2; i++) assert_int_equal(!isnan(p[i]), ours);
+                }
+    }
+    rig_free(g);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_append),         cmocka_unit_test(test_attention_small),   cmocka_unit_test(test_attention_real),
-        cmocka_unit_test(test_attention_long), cmocka_unit_test(test_attention_extreme),
+        cmocka_unit_test(test_attention_long), cmocka_unit_test(test_attention_extreme), cmocka_unit_test(test_parts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
