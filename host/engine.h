@@ -11,7 +11,8 @@ typedef struct mk_engine mk_engine;
 
 typedef struct mk_engine_config {
     const char *dir;          /* checkpoint directory */
-    uint32_t workers;         /* twin: virtual workers (default 8); GPU: queried, must be 0 */
+    int gpu;                  /* run on the GPU; otherwise on the twin */
+    uint32_t workers;         /* twin: virtual workers (0: 8); a GPU has as many as it has SMs */
     uint32_t streams;         /* stream slots, 1..1024 */
     uint32_t context;         /* most tokens a stream may hold; 0: the model's limit or what fits */
     uint64_t kv_tokens;       /* size of the page pool in tokens; 0: streams * context */

@@ -1,5 +1,4 @@
 /* The daemon: options -> lock -> engine -> streams -> server. Everything that can be refused is refused before the ready line. */
-#include <dlfcn.h>
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
@@ -10,6 +9,7 @@
 #include "host/engine.h"
 #include "host/lock.h"
 #include "host/log.h"
+#include "host/machine.h"
 #include "host/notify.h"
 #include "host/options.h"
 #include "host/streams.h"
@@ -53,14 +53,17 @@ static void server_log(void *arg, enum mk_server_level level, const char *line)
     mk_log(level == MK_SERVER_WARN ? MK_LOG_WARN : level == MK_SERVER_INFO ? MK_LOG_INFO : MK_LOG_DEBUG, "%s", line);
 }
 
-static int choose_device(const mk_options *o, mk_err *err)
+/* 1: GPU, 0: twin. auto takes the twin where no GPU can be used and says why. */
+static int choose_device(const mk_options *o, int *gpu, mk_err *err)
 {
-    if (o->device == MK_DEVICE_CPU) return MK_OK;
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    const char *why = driver ? "this build has no GPU kernel" : "no NVIDIA driver on this machine";
-    if (driver) dlclose(driver);
-    if (o->device == MK_DEVICE_GPU) return mk_fail(err, MK_E_DEVICE, "%s; --device cpu uses the CPU twin", why);
-    mk_log(MK_LOG_INFO, "%s: using the CPU twin", why);
+    mk_machine_limits l;
+    mk_err why = {0};
+    *gpu = 0;
+    if (o->device == MK_DEVICE_CPU || (o->device == MK_DEVICE_AUTO && (o->act || o->workers))) return MK_OK;
+    *gpu = mk_machine_gpu_limits(&l, &why) == MK_OK;
+    if (*gpu) return MK_OK;
+    if (o->device == MK_DEVICE_GPU) return mk_fail(err, MK_E_DEVICE, "%s; --device cpu uses the CPU twin", why.msg);
+    mk_log(MK_LOG_INFO, "%s: using the CPU twin", why.msg);
     return MK_OK;
 }
 
@@ -101,7 +104,7 @@ static int serve(const mk_options *o, mk_engine *e, const char *name, mk_err *er
 
 static int run(const mk_options *o, mk_err *err)
 {
-    int rc = choose_device(o, err);
+    int gpu, rc = choose_device(o, &gpu, err);
     if (rc) return rc;
     mk_lock *lock = NULL;
     if (o->mode == MK_MODE_RUN) {
@@ -111,6 +114,7 @@ static int run(const mk_options *o, mk_err *err)
         if (rc) return rc;
     }
     mk_engine_config cfg = {.dir = o->model,
+                            .gpu = gpu,
                             .workers = o->workers,
                             .streams = o->streams,
                             .context = o->context,

@@ -1,0 +1,50 @@
+/* What runs the program: the twin's thread, or a GPU's resident kernel. The engine (host/engine.c) owns one; everything it does goes
+ * through these few functions. */
+#ifndef MK_MACHINE_H
+#define MK_MACHINE_H
+
+#include "host/checkpoint.h"
+#include "host/planner.h"
+#include "megakernel/rings.h"
+
+typedef struct mk_machine mk_machine;
+
+typedef struct mk_machine_ops {
+    int (*start)(mk_machine *m, mk_err *err);
+    int (*submit)(mk_machine *m, const mk_submit *s, mk_err *err); /* seq is filled in; MK_E_CAPACITY: ring full */
+    uint32_t (*events)(mk_machine *m, mk_event *ev, uint32_t n);
+    void (*doorbell)(mk_machine *m); /* cancel or credits changed, or events were taken */
+    uint64_t (*steps)(const mk_machine *m);
+    void (*destroy)(mk_machine *m); /* stops after the current step */
+} mk_machine_ops;
+
+struct mk_machine {
+    const mk_machine_ops *ops;
+    mk_slot *slot;       /* [slots] */
+    uint32_t *page;      /* [slots][max_pages] */
+    uint32_t *token;     /* [slots][context] */
+    uint32_t max_pages, context;
+    int event_fd;        /* readable when there are events */
+    char name[160];      /* for people: "CPU twin, 8 workers, act bf16" */
+};
+
+typedef struct mk_machine_config {
+    uint32_t slots, context, epoch0;
+} mk_machine_config;
+
+/* Allocates, packs the weights of `ck`. The plan must outlive the machine and its program must have passed the validator. */
+int mk_machine_twin(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **m, mk_err *err);
+int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **m, mk_err *err);
+
+/* What a GPU offers to the planner. MK_E_DEVICE with the reason when none can be used: "no NVIDIA driver on this machine", "this build
+ * has no GPU kernel", or what the driver says. */
+typedef struct mk_machine_limits {
+    uint32_t workers, smem;
+    uint64_t memory;
+} mk_machine_limits;
+int mk_machine_gpu_limits(mk_machine_limits *l, mk_err *err);
+
+/* Writes one count to an eventfd. */
+void mk_ring_fd(int fd);
+
+#endif

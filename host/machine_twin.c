@@ -1,0 +1,151 @@
+#include "host/machine.h"
+
+#include "host/pack.h"
+#include "megakernel/twin.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef struct twin_machine {
+    mk_machine m;
+    mk_twin *twin;
+    uint32_t submit_next, event_next; /* the host's side of the rings */
+    int doorbell_fd;
+    pthread_t thread;
+    int running;
+    uint64_t steps; /* written by the thread */
+} twin_machine;
+
+static twin_machine *of(mk_machine *m) { return (twin_machine *)m; }
+
+void mk_ring_fd(int fd)
+{
+    uint64_t one = 1;
+    while (write(fd, &one, sizeof one) < 0 && errno == EINTR) {}
+}
+
+static void *thread_main(void *arg)
+{
+    twin_machine *t = arg;
+    mk_sched *s = mk_twin_sched(t->twin);
+    for (;;) {
+        uint32_t ran, before = s->event_next;
+        mk_err err;
+        if (mk_twin_step(t->twin, &ran, &err)) {
+            /* a validated program cannot get here */
+            fprintf(stderr, "mkd: internal error: %s\n", err.msg);
+            _exit(MK_E_BUG);
+        }
+        if (ran) __atomic_fetch_add(&t->steps, 1, __ATOMIC_RELAXED);
+        if (s->event_next != before) mk_ring_fd(t->m.event_fd);
+        if (s->stop) return NULL;
+        if (!ran) { /* nothing to do: sleep until the host has something; never spin */
+            uint64_t n;
+            while (read(t->doorbell_fd, &n, sizeof n) < 0 && errno == EINTR) {}
+        }
+    }
+}
+
+static int twin_start(mk_machine *m, mk_err *err)
+{
+    int rc = pthread_create(&of(m)->thread, NULL, thread_main, m);
+    if (rc) return mk_fail(err, MK_E_SYSTEM, "cannot start the twin's thread: %s", strerror(rc));
+    of(m)->running = 1;
+    return MK_OK;
+}
+
+static int twin_submit(mk_machine *m, const mk_submit *s, mk_err *err)
+{
+    twin_machine *t = of(m);
+    mk_sched *sc = mk_twin_sched(t->twin);
+    uint32_t taken = __atomic_load_n(&sc->submit_next, __ATOMIC_ACQUIRE);
+    if (t->submit_next - taken >= MK_SUBMIT_RING) return mk_fail(err, MK_E_CAPACITY, "the submit ring is full (%u entries)", MK_SUBMIT_RING);
+    mk_submit *e = &sc->submit[t->submit_next % MK_SUBMIT_RING];
+    e->op = s->op;
+    e->slot = s->slot;
+    e->generation = s->generation;
+    e->arg0 = s->arg0;
+    e->arg1 = s->arg1;
+    e->tag = s->tag;
+    __atomic_store_n(&e->seq, ++t->submit_next, __ATOMIC_RELEASE);
+    mk_ring_fd(t->doorbell_fd);
+    return MK_OK;
+}
+
+static uint32_t twin_events(mk_machine *m, mk_event *ev, uint32_t n)
+{
+    twin_machine *t = of(m);
+    mk_sched *s = mk_twin_sched(t->twin);
+    uint32_t got = 0;
+    while (got < n) {
+        mk_event *e = &s->event[t->event_next % MK_EVENT_RING];
+        if (__atomic_load_n(&e->seq, __ATOMIC_ACQUIRE) != t->event_next + 1) break;
+        ev[got++] = *e;
+        t->event_next++;
+    }
+    if (got) {
+        __atomic_store_n(s->event_read, t->event_next, __ATOMIC_RELEASE);
+        if (__atomic_load_n(&s->stalled, __ATOMIC_RELAXED)) mk_ring_fd(t->doorbell_fd);
+    }
+    return got;
+}
+
+static void twin_doorbell(mk_machine *m) { mk_ring_fd(of(m)->doorbell_fd); }
+static uint64_t twin_steps(const mk_machine *m) { return __atomic_load_n(&((const twin_machine *)m)->steps, __ATOMIC_RELAXED); }
+
+static void twin_destroy(mk_machine *m)
+{
+    twin_machine *t = of(m);
+    if (t->running) {
+        mk_event ev[64];
+        struct timespec ts;
+        while (twin_submit(m, &(mk_submit){.op = MK_SUB_STOP}, NULL)) usleep(1000);
+        do { /* the thread may be held up by a full token ring */
+            while (twin_events(m, ev, 64)) {}
+            twin_doorbell(m);
+            clock_gettime(CLOCK_REALTIME, &ts);
+            ts.tv_nsec += 20 * 1000 * 1000;
+            if (ts.tv_nsec >= 1000000000) ts.tv_sec++, ts.tv_nsec -= 1000000000;
+        } while (pthread_timedjoin_np(t->thread, NULL, &ts) == ETIMEDOUT);
+    }
+    mk_twin_destroy(&t->twin);
+    if (t->doorbell_fd >= 0) close(t->doorbell_fd);
+    if (m->event_fd >= 0) close(m->event_fd);
+    free(t);
+}
+
+int mk_machine_twin(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **out, mk_err *err)
+{
+    static const mk_machine_ops ops = {twin_start, twin_submit, twin_events, twin_doorbell, twin_steps, twin_destroy};
+    twin_machine *t = calloc(1, sizeof *t);
+    *out = NULL;
+    if (!t) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    mk_machine *m = &t->m;
+    m->ops = &ops;
+    t->doorbell_fd = eventfd(0, EFD_CLOEXEC);
+    m->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    int rc = t->doorbell_fd < 0 || m->event_fd < 0 ? mk_fail(err, MK_E_SYSTEM, "eventfd: %s", strerror(errno)) : MK_OK;
+    mk_twin_config tc = {.slots = cfg->slots, .context = cfg->context, .epoch0 = cfg->epoch0};
+    if (!rc) rc = mk_twin_new(plan->prog, &tc, &t->twin, err);
+    if (!rc) rc = mk_pack(plan, ck, mk_twin_memory(t->twin), err);
+    if (rc) {
+        twin_destroy(m);
+        return rc;
+    }
+    mk_memory *mem = mk_twin_memory(t->twin);
+    m->slot = mem->slot;
+    m->page = mem->page;
+    m->token = mem->token;
+    m->max_pages = mem->max_pages;
+    m->context = mem->max_context;
+    snprintf(m->name, sizeof m->name, "CPU twin, %u workers, act %s", plan->prog->info.workers,
+             plan->prog->info.flags & MK_PROG_ACT_F32 ? "f32" : "bf16");
+    *out = m;
+    return MK_OK;
+}
