@@ -1,56 +1,26 @@
 #include "instructions/matvec.h"
+#include "instructions/vec8.h"
 
 #include <math.h>
 #include <string.h>
 
-typedef float f8 __attribute__((vector_size(32)));
-typedef uint32_t u8x __attribute__((vector_size(32)));
-typedef int32_t i8x __attribute__((vector_size(32)));
 typedef uint8_t b8 __attribute__((vector_size(8)));
-typedef uint16_t h8 __attribute__((vector_size(16)));
-
-#define INLINE static inline __attribute__((always_inline))
-/* Bits do not depend on the clone: every lane does the same roundings in the same order (-ffp-contract=off). */
-#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__)
-#define CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define CLONES
-#endif
 
 /* e4m3 -> f32, exact. Normal numbers: exponent rebased. Subnormals: 2^-6 (1 + m/8) - 2^-6. NaN codes never reach a tape. */
-INLINE f8 decode_fp8(const uint8_t *p)
+MK_INLINE mk_f8 decode_fp8(const uint8_t *p)
 {
     b8 b;
     memcpy(&b, p, 8);
-    u8x v = __builtin_convertvector(b, u8x);
-    u8x mag = v & 0x7f, sign = (v & 0x80) << 24;
-    u8x normal = (mag << 20) + 0x3c000000u;
-    f8 sub = (f8)(normal + 0x00800000u) - 0x1p-6f;
-    u8x small = (u8x)(mag < 8);
-    return (f8)((((u8x)sub & small) | (normal & ~small)) | sign);
-}
-
-INLINE f8 decode_bf16(const uint8_t *p)
-{
-    h8 h;
-    memcpy(&h, p, 16);
-    return (f8)(__builtin_convertvector(h, u8x) << 16);
-}
-
-INLINE f8 load(const float *p)
-{
-    f8 v;
-    memcpy(&v, p, 32);
-    return v;
-}
-
-INLINE float lanes(f8 a)
-{
-    return ((a[0] + a[4]) + (a[1] + a[5])) + ((a[2] + a[6]) + (a[3] + a[7]));
+    mk_u8x v = __builtin_convertvector(b, mk_u8x);
+    mk_u8x mag = v & 0x7f, sign = (v & 0x80) << 24;
+    mk_u8x normal = (mag << 20) + 0x3c000000u;
+    mk_f8 sub = (mk_f8)(normal + 0x00800000u) - 0x1p-6f;
+    mk_u8x small = (mk_u8x)(mag < 8);
+    return (mk_f8)((((mk_u8x)sub & small) | (normal & ~small)) | sign);
 }
 
 /* Index of a row's scale within a column block's scales. */
-INLINE uint32_t scale_index(const mk_segment *s, uint32_t row)
+MK_INLINE uint32_t scale_index(const mk_segment *s, uint32_t row)
 {
     uint32_t part = s->rows / s->halves, h = row / part, i = row - h * part;
     return h * s->nseg + (s->phase + i) / MK_SCALE_ROWS;
@@ -59,57 +29,57 @@ INLINE uint32_t scale_index(const mk_segment *s, uint32_t row)
 #define TILE 4
 
 /* One tile of up to TILE weight rows against n staged rows. */
-INLINE void tile_fp8(const mk_segment *s, const uint8_t *w, const float *scales, uint32_t row, uint32_t tile, const float *const *x,
+MK_INLINE void tile_fp8(const mk_segment *s, const uint8_t *w, const float *scales, uint32_t row, uint32_t tile, const float *const *x,
                      uint32_t n, float *const *y)
 {
     uint32_t nkb = (s->k + 63) / 64, total = s->nseg * s->halves, shift = s->scale_k == 128 ? 1 : 0, index[TILE];
     size_t stride = (size_t)s->rows * MK_KBLOCK_BYTES;
-    f8 acc[MK_MAX_ROWS][TILE];
+    mk_f8 acc[MK_MAX_ROWS][TILE];
     memset(acc, 0, n * sizeof acc[0]);
     for (uint32_t i = 0; i < tile; i++) index[i] = scale_index(s, row + i);
     for (uint32_t kb = 0; kb < nkb; kb++) {
         const uint8_t *p = w + kb * stride + (size_t)row * MK_KBLOCK_BYTES;
         for (uint32_t i = 0; i < tile; i++, p += MK_KBLOCK_BYTES) {
-            f8 v[8];
+            mk_f8 v[8];
             for (int j = 0; j < 8; j++) v[j] = decode_fp8(p + 8 * j);
             float sc = scales[(kb >> shift) * total + index[i]];
             for (uint32_t r = 0; r < n; r++) {
                 const float *xr = x[r] + kb * 64;
-                f8 t = v[0] * load(xr);
-                for (int j = 1; j < 8; j++) t += v[j] * load(xr + 8 * j);
+                mk_f8 t = v[0] * mk_load8(xr);
+                for (int j = 1; j < 8; j++) t += v[j] * mk_load8(xr + 8 * j);
                 acc[r][i] += t * sc;
             }
         }
     }
     for (uint32_t r = 0; r < n; r++)
-        for (uint32_t i = 0; i < tile; i++) y[r][row + i] = lanes(acc[r][i]);
+        for (uint32_t i = 0; i < tile; i++) y[r][row + i] = mk_lanes(acc[r][i]);
 }
 
-INLINE void tile_bf16(const mk_segment *s, const uint8_t *w, uint32_t row, uint32_t tile, const float *const *x, uint32_t n,
+MK_INLINE void tile_bf16(const mk_segment *s, const uint8_t *w, uint32_t row, uint32_t tile, const float *const *x, uint32_t n,
                       float *const *y)
 {
     uint32_t nkb = (s->k + 31) / 32;
     size_t stride = (size_t)s->rows * MK_KBLOCK_BYTES;
-    f8 acc[MK_MAX_ROWS][TILE];
+    mk_f8 acc[MK_MAX_ROWS][TILE];
     memset(acc, 0, n * sizeof acc[0]);
     for (uint32_t kb = 0; kb < nkb; kb++) {
         const uint8_t *p = w + kb * stride + (size_t)row * MK_KBLOCK_BYTES;
         for (uint32_t i = 0; i < tile; i++, p += MK_KBLOCK_BYTES) {
-            f8 v[4];
-            for (int j = 0; j < 4; j++) v[j] = decode_bf16(p + 16 * j);
+            mk_f8 v[4];
+            for (int j = 0; j < 4; j++) v[j] = mk_load8_bf16((const uint16_t *)p + 8 * j);
             for (uint32_t r = 0; r < n; r++) {
                 const float *xr = x[r] + kb * 32;
-                f8 t = v[0] * load(xr);
-                for (int j = 1; j < 4; j++) t += v[j] * load(xr + 8 * j);
+                mk_f8 t = v[0] * mk_load8(xr);
+                for (int j = 1; j < 4; j++) t += v[j] * mk_load8(xr + 8 * j);
                 acc[r][i] += t;
             }
         }
     }
     for (uint32_t r = 0; r < n; r++)
-        for (uint32_t i = 0; i < tile; i++) y[r][row + i] = lanes(acc[r][i]);
+        for (uint32_t i = 0; i < tile; i++) y[r][row + i] = mk_lanes(acc[r][i]);
 }
 
-CLONES static void matvec1(const mk_segment *s, const uint8_t *w, const float *scales, const float *const *x, float *const *y)
+MK_CLONES static void matvec1(const mk_segment *s, const uint8_t *w, const float *scales, const float *const *x, float *const *y)
 {
     uint32_t row = 0;
     if (s->wtype == MK_W_FP8) {
@@ -121,7 +91,7 @@ CLONES static void matvec1(const mk_segment *s, const uint8_t *w, const float *s
     }
 }
 
-CLONES static void matvec_n(const mk_segment *s, const uint8_t *w, const float *scales, const float *const *x, uint32_t n,
+MK_CLONES static void matvec_n(const mk_segment *s, const uint8_t *w, const float *scales, const float *const *x, uint32_t n,
                             float *const *y)
 {
     for (uint32_t row = 0; row < s->rows; row += TILE) {
@@ -143,20 +113,12 @@ void mk_matvec(const mk_segment *s, const float *const *x, uint32_t n, float *co
         matvec_n(s, w, scales, x, n, y);
 }
 
-CLONES static float sum_squares(const float *x, uint32_t n)
+MK_CLONES static float sum_squares(const float *x, uint32_t n)
 {
-    f8 a = {0};
-    uint32_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        f8 v = load(x + i);
-        a += v * v;
-    }
-    float t = lanes(a);
-    for (; i < n; i++) t += x[i] * x[i];
-    return t;
+    return mk_sumsq8(x, n);
 }
 
-CLONES static void round_bf16(float *x, uint32_t n)
+MK_CLONES static void round_bf16(float *x, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++) {
         uint32_t u;
