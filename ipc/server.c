@@ -838,7 +838,7 @@ static int listening(const struct sockaddr_un *a)
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0) return 0;
     int rc = connect(fd, (const struct sockaddr *)a, sizeof *a);
-    int yes = rc == 0 || errno == EAGAIN; /* EAGAIN: his backlog is full */
+    int yes = rc == 0 || errno == EAGAIN || errno == EPROTOTYPE; /* his backlog is full; a socket of another type */
     close(fd);
     return yes;
 }
@@ -851,6 +851,9 @@ static int bind_socket(void *sock, const char *dir, const char *name, char *path
     int n = snprintf(a.sun_path, sizeof a.sun_path, "%s/%s", dir, name);
     if (n < 0 || (size_t)n >= sizeof a.sun_path)
         return mk_fail(err, MK_E_USAGE, "%s/%s: %d bytes, a socket's path has at most %zu", dir, name, n, sizeof a.sun_path - 1);
+    struct stat st;
+    if (lstat(a.sun_path, &st) == 0 && !S_ISSOCK(st.st_mode))
+        return mk_fail(err, MK_E_SYSTEM, "%s is in the way: it is not a socket", a.sun_path);
     if (listening(&a)) return mk_fail(err, MK_E_RUNNING, "%s: another process listens there", a.sun_path);
     snprintf(url, sizeof url, "ipc://%s", a.sun_path);
     if (zmq_bind(sock, url)) return mk_fail(err, MK_E_SYSTEM, "%s: %s", a.sun_path, zmq_strerror(errno));
