@@ -41,6 +41,7 @@ grep '^mkd ready' "$dir/out" || fail "the daemon was not ready within 60 s"
     fail "the generation failed: $(cat "$dir/figures")"
 echo
 cat "$dir/figures"
+"$build/mkctl" plan "$model" --context 1024 | sed -n 's/^a token */a token needs /p'
 
 kill -TERM "$pid"
 wait "$pid" || { rc=$?; pid=; fail "the daemon ended with exit code $rc"; }
