@@ -1,6 +1,6 @@
 #!/bin/bash
 # tests/run.sh BUILD...: runs every test of each build: the binaries BUILD/tests/test_* (cmocka) and the scripts tests/test_*.sh, which
-# print "ok - ..." and "not ok - ..." lines and find the build in $BUILD. Prints what they print; the last line sums up. Python parts
+# print "ok - ..." ("# SKIP why" behind it: left out) and "not ok - ..." lines and find the build in $BUILD. Prints what they print; the last line sums up. Python parts
 # are run by the tests that need them, with a python3 that has pyzmq in front of PATH. TEST=name runs one of them: TEST=test_daemon.sh.
 cd "$(dirname "$0")/.." || exit 2
 jobs=$(nproc)
@@ -53,9 +53,9 @@ sum() { local n s=0; while read -r n; do s=$((s + n)); done; echo "$s"; }
 for t in "${all[@]}"; do
     build=${t% *} name=${t#* } log=${t% *}/tests/${t#* }.log
     read -r rc seconds <"$log.rc"
-    p=$(($(grep -ao '\[  PASSED  \] [0-9]* test' "$log" | grep -ao '[0-9]*' | sum) + $(grep -ac '^ok ' "$log")))
+    p=$(($(grep -ao '\[  PASSED  \] [0-9]* test' "$log" | grep -ao '[0-9]*' | sum) + $(grep -a '^ok ' "$log" | grep -vac '# SKIP')))
     f=$(($(grep -ao '\[  FAILED  \] [0-9]* test' "$log" | grep -ao '[0-9]*' | sum) + $(grep -ac '^not ok ' "$log")))
-    s=$(grep -ao '\[  SKIPPED \] [0-9]* test' "$log" | grep -ao '[0-9]*' | sum)
+    s=$(($(grep -ao '\[  SKIPPED \] [0-9]* test' "$log" | grep -ao '[0-9]*' | sum) + $(grep -ac '^ok .*# SKIP' "$log")))
     echo "=== $build/$name (${seconds} s)"
     cat "$log"
     [ -z "$(tail -c 1 "$log")" ] || echo
