@@ -1,7 +1,8 @@
 #!/bin/bash
 # tests/run.sh BUILD...: runs every test of each build: the binaries BUILD/tests/test_* (cmocka) and the scripts tests/test_*.sh, which
-# print "ok - ..." ("# SKIP why" behind it: left out) and "not ok - ..." lines and find the build in $BUILD. Prints what they print; the last line sums up. Python parts
-# are run by the tests that need them, with a python3 that has pyzmq in front of PATH. TEST=name runs one of them: TEST=test_daemon.sh.
+# find the build in $BUILD and print lines "ok - ..." ("# SKIP why" behind it: left out) and "not ok - ...". Prints what they print; the
+# last line sums up. Python parts are run by the tests that need them, with a python3 that has pyzmq in front of PATH. TEST=name runs
+# one of them: TEST=test_daemon.sh.
 cd "$(dirname "$0")/.." || exit 2
 jobs=$(nproc)
 limit=${TEST_SECONDS:-300} # of one test
