@@ -396,15 +396,16 @@ static int blocks_map(mk_mat *mat, uint64_t cols)
     for (uint32_t sk = 128; sk >= 64; sk /= 2) {
         mat->scale_k = (uint16_t)sk;
         int ok = 1;
-        for (uint32_t rb = 0; ok && rb * 128u < mat->n; rb++)
+        for (uint32_t r = 0; ok && r < mat->n; r += 128)
             for (uint32_t cb = 0; ok && cb * sk < mat->k; cb++) {
                 uint32_t a, b;
-                ok = mk_mat_block(mat, cols, rb, cb, &a, &b);
+                ok = mk_mat_block(mat, cols, r, mat->n - r < 128 ? mat->n - r : 128, cb, &a, &b);
             }
         if (ok) return 1;
     }
     mat->scale_k = 128;
-    return 0;
+    mat->tensor_rows = mat->source == MK_SRC_HEAD_ROWS;
+    return mat->tensor_rows;
 }
 
 /* dtype: of the tensor, or what quantization_config promises. */
@@ -413,6 +414,7 @@ static int decide(resolver *r, mk_mat *mat, enum mk_st_dtype dtype, uint32_t col
     mat->wtype = MK_W_BF16;
     mat->exact = 0;
     mat->scale_k = 128;
+    mat->tensor_rows = 0;
     if (r->mode == MK_WEIGHTS_BF16) return MK_OK;
     if (dtype == MK_ST_F8_E4M3 && mat != &r->m->embed) { /* EMBED reads single rows of BF16 */
         mat->wtype = MK_W_FP8;

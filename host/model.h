@@ -36,7 +36,12 @@ typedef struct mk_mat {
     uint32_t n, k;
     uint32_t head_n, head_off, head_stride;
     uint16_t scale_k; /* columns a scale covers: 128, or 64 where heads straddle blocks */
+    uint8_t tensor_rows; /* MK_SRC_HEAD_ROWS: its 128-row scale blocks are the tensor's, since heads straddle them; pieces of it (GEMV,
+                            mk_mat_fetch) then lie in one head. Else they are those of the matrix */
 } mk_mat;
+
+/* The row that scale blocks are counted by: of the tensor with tensor_rows, else of the matrix. */
+uint32_t mk_mat_scale_row(const mk_mat *mat, uint32_t row);
 
 /* A small f32 parameter: the tensor's values in row-major order, plus `add` (1 for zero-centred norms). */
 typedef struct mk_par {

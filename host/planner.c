@@ -294,9 +294,10 @@ void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t
     g->norm_group = s->norm_group;
     g->param_off = s->param_off;
     g->eps = s->eps;
-    g->scale = 1.0f;
+    g->scale = part->scale > 0 ? part->scale : 1.0f;
     if (mat->wtype == MK_W_FP8) {
-        g->phase = (uint16_t)(row0 % MK_SCALE_ROWS);
+        g->row0 = mk_mat_scale_row(mat, row0);
+        g->phase = (uint16_t)(g->row0 % MK_SCALE_ROWS);
         g->nseg = (uint16_t)mk_segments(g->phase, rows);
     }
     uint32_t fit = MK_STAGE_LIMIT / (MK_MAX_ROWS * esize) & ~127u;

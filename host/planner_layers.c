@@ -58,7 +58,8 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
                                    R->mla->heads == heads && R->mla->latent == a->latent && R->mla->rope == a->rope &&
                                        R->mla->nope == a->nope && R->mla->v == a->v && R->mla->q_a.n == a->q_a.n))
         return;
-    mk_part kv = mk_whole(&a->kv_a), q = mk_whole(&a->q), qa = two_step ? mk_whole(&a->q_a) : q;
+    /* A factor on the rotated part of a score is one on k_pe. */
+    mk_part kv[2] = {mk_whole(&a->kv_a), mk_whole(&a->kv_a)}, q = mk_whole(&a->q), qa = two_step ? mk_whole(&a->q_a) : q;
     mk_part *uk = calloc(heads, sizeof *uk), *uv = calloc(heads, sizeof *uv);
     uint32_t *st = calloc(items + 1, sizeof *st);
     uint32_t *cut = R->cut[0], *cut_q = R->cut[2], *cut_k = calloc(W + 1, sizeof *cut_k), *cut_v = calloc(W + 1, sizeof *cut_v);
@@ -70,8 +71,14 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
         uk[h] = (mk_part){.mat = &a->uk, .row0 = h * a->latent, .rows = a->latent, .in_off = h * (a->nope + a->rope)};
         uv[h] = (mk_part){.mat = &a->uv, .row0 = h * a->v, .rows = a->v, .in_off = h * a->latent};
     }
-    const mk_part *g1[2] = {&kv, &qa}, *gq[1] = {&q}, *gk[1] = {uk}, *gv[1] = {uv};
-    uint32_t n1[2] = {1, 1}, nh[1] = {heads}, one[1] = {1};
+    uint32_t n_kv = a->rope && a->rope_scale != 1 ? 2 : 1;
+    if (n_kv == 2) {
+        kv[0].rows = kv[1].row0 = a->latent;
+        kv[1].rows = a->rope;
+        kv[1].scale = a->rope_scale;
+    }
+    const mk_part *g1[2] = {kv, &qa}, *gq[1] = {&q}, *gk[1] = {uk}, *gv[1] = {uv};
+    uint32_t n1[2] = {n_kv, 1}, nh[1] = {heads}, one[1] = {1};
     mk_split(b, g1, n1, 2, cut);
     mk_split(b, gq, one, 1, cut_q);
     mk_split(b, gk, nh, 1, cut_k);
@@ -79,7 +86,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     if (!R->have_mla) {
         R->have_mla = 1;
         R->mla = a;
-        R->kv = mk_vec_split(b, "kv", mk_act(b), &kv, 1, cut);
+        R->kv = mk_vec_split(b, "kv", mk_act(b), kv, n_kv, cut);
         if (two_step) R->qa = mk_vec_split(b, "qa", mk_act(b), &qa, 1, cut + W + 1);
         R->q = mk_vec_split(b, "q", mk_act(b), &q, 1, two_step ? cut_q : cut + W + 1);
         R->qt = mk_vec_split(b, "qt", mk_act(b), uk, heads, cut_k);
@@ -96,7 +103,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .param_off = in_param, .eps = L->in_norm.eps};
     mk_phase_begin(b);
     s.out_vec = R->kv, s.out_pub = kv_pub;
-    mk_emit_gemv(b, layer, &kv, 1, cut, &s);
+    mk_emit_gemv(b, layer, kv, n_kv, cut, &s);
     if (two_step) {
         qa_pub = mk_pub(b, R->qa);
         s.out_vec = R->qa, s.out_pub = qa_pub;
@@ -105,7 +112,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     }
     mk_emit_gemv(b, layer, &qa, 1, cut + W + 1, &s);
     mk_phase_end(b, two_step ? "kv_a q_a" : "kv_a q", layer,
-                 (kv.rows + qa.rows) < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+                 a->kv_a.n + qa.rows < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
     if (two_step) {
         mk_gemv_spec t = {.in_vec = R->qa, .in_pub = qa_pub, .prologue = MK_PRO_RMS, .param_off = mk_norm_param(b, &a->q_a_norm),
                           .eps = a->q_a_norm.eps, .out_vec = R->q, .out_pub = q_pub};

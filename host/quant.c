@@ -172,11 +172,17 @@ static void source_row(const mk_mat *mat, uint64_t cols, uint64_t i, uint64_t *r
     }
 }
 
-int mk_mat_block(const mk_mat *mat, uint64_t cols, uint32_t rb, uint32_t cb, uint32_t *trb, uint32_t *tcb)
+uint32_t mk_mat_scale_row(const mk_mat *mat, uint32_t row)
+{
+    uint64_t r = row, c;
+    if (mat->tensor_rows) source_row(mat, 0, row, &r, &c);
+    return (uint32_t)r;
+}
+
+int mk_mat_block(const mk_mat *mat, uint64_t cols, uint64_t row0, uint64_t rows, uint32_t cb, uint32_t *trb, uint32_t *tcb)
 {
     uint64_t k0 = (uint64_t)cb * mat->scale_k, k1 = k0 + mat->scale_k < mat->k ? k0 + mat->scale_k : mat->k;
-    uint64_t i0 = (uint64_t)rb * BLOCK, i1 = i0 + BLOCK < mat->n ? i0 + BLOCK : mat->n;
-    for (uint64_t i = i0; i < i1; i++) {
+    for (uint64_t i = row0; i < row0 + rows; i++) {
         uint64_t r, c, r1, c1;
         source_row(mat, cols, i, &r, &c);
         if (mat->source == MK_SRC_HEAD_T) {
@@ -188,7 +194,7 @@ int mk_mat_block(const mk_mat *mat, uint64_t cols, uint32_t rb, uint32_t cb, uin
             c = k0;
             c1 = k1 - 1;
         }
-        if (i == i0) {
+        if (i == row0) {
             *trb = (uint32_t)(r / BLOCK);
             *tcb = (uint32_t)(c / BLOCK);
         }
@@ -315,12 +321,13 @@ static int fetch_fp8(const view *v, uint64_t row0, uint64_t rows, uint8_t *dst, 
 {
     const mk_mat *mat = v->mat;
     size_t k = mat->k;
-    uint32_t rb0 = (uint32_t)(row0 / BLOCK), nseg = (uint32_t)((row0 + rows - 1) / BLOCK) - rb0 + 1;
+    uint32_t phase = mk_mat_scale_row(mat, (uint32_t)row0) % BLOCK, nseg = (uint32_t)((phase + rows - 1) / BLOCK) + 1;
     uint32_t nkb = (mat->k + mat->scale_k - 1) / mat->scale_k;
     for (uint32_t cb = 0; cb < nkb; cb++)
         for (uint32_t seg = 0; seg < nseg; seg++) {
             uint32_t trb, tcb;
-            if (!mk_mat_block(mat, v->cols, rb0 + seg, cb, &trb, &tcb))
+            uint64_t first = seg ? (uint64_t)seg * BLOCK - phase : 0, end = (uint64_t)(seg + 1) * BLOCK - phase;
+            if (!mk_mat_block(mat, v->cols, row0 + first, (end < rows ? end : rows) - first, cb, &trb, &tcb))
                 return mk_fail(v->err, MK_E_MODEL, "%s: tensor %s: its FP8 blocks straddle the heads, pass --weights bf16", v->t->file, v->t->name);
             int rc = scale_at(v, trb, tcb, &scales[(size_t)cb * nseg + seg]);
             if (rc) return rc;

@@ -56,9 +56,9 @@ void mk_expert_name(char out[MK_NAME + 16], const char *name, uint32_t expert);
 /* The block scales of FP8 tensor t, after checking their presence, shape and dtype; NULL: err says what is wrong. */
 const mk_tensor *mk_scale_tensor(const mk_checkpoint *ck, const mk_tensor *t, mk_err *err);
 
-/* Where a matrix's 128 x scale_k block (rb, cb) lies in the 128 x 128 blocks of its tensor of `cols` columns. Returns 0 when the
- * block straddles several of them. */
-int mk_mat_block(const mk_mat *mat, uint64_t cols, uint32_t rb, uint32_t cb, uint32_t *trb, uint32_t *tcb);
+/* Where rows [row0, row0 + rows) and columns [cb * scale_k, (cb + 1) * scale_k) of a matrix lie in the 128 x 128 blocks of its tensor of
+ * `cols` columns. Returns 0 when they lie in several of them. */
+int mk_mat_block(const mk_mat *mat, uint64_t cols, uint64_t row0, uint64_t rows, uint32_t cb, uint32_t *trb, uint32_t *tcb);
 
 /* A table of n words that belongs to tensor t and purpose `key`, zero at first, kept until the checkpoint is closed: quant.c
  * keeps the scales there that it computed, since slices of a few rows would otherwise read each 128-row block many times. Threads may

@@ -141,7 +141,7 @@ typedef struct mk_gemv {
     uint32_t param_off;  /* gamma, in floats */
     float eps;
     float scale;         /* epilogue: y is multiplied by this before anything else; 1 for none */
-    uint32_t row0;       /* first row of the matrix (SILU: pair), for people and for the packer's check */
+    uint32_t row0;       /* first row that phase counts from (of the matrix, or of its tensor: mk_mat_scale_row); for people */
     uint32_t gate_off;   /* GATED: the gate's value in wait[2]'s vector; else 0 */
 } mk_gemv;
 

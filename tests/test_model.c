@@ -301,7 +301,14 @@ static void supported_variants(void **s)
     assert_int_equal(mk_model_resolve(m, NULL, MK_WEIGHTS_BF16, &e), MK_OK);
     assert_true(a->uk.wtype == MK_W_BF16);
     mk_model_destroy(&m);
-    set("v_head_dim", "192"); /* the value rows of a head then start inside a block */
+    set("v_head_dim", "192"); /* heads of 320 rows start inside a block: scales of 64 columns for uk, blocks of the tensor for uv */
+    m = read_ok(dir);
+    a = &m->layer[3].mla;
+    assert_int_equal(mk_model_resolve(m, NULL, MK_WEIGHTS_AUTO, &e), MK_OK);
+    assert_true(a->uk.scale_k == 64 && !a->uk.tensor_rows && a->uv.scale_k == 128 && a->uv.tensor_rows);
+    assert_true(mk_mat_scale_row(&a->uk, 200) == 200 && mk_mat_scale_row(&a->uv, 3) == 131 && mk_mat_scale_row(&a->uv, 200) == 320 + 128 + 8);
+    mk_model_destroy(&m);
+    set("qk_nope_head_dim", "144"); /* no multiple of 64 */
     m = read_ok(dir);
     assert_int_equal(mk_model_resolve(m, NULL, MK_WEIGHTS_AUTO, &e), MK_E_MODEL);
     assert_non_null(strstr(e.msg, "tensor model.layers.3.self_attn.kv_b_proj.weight: its 128x128 FP8 blocks straddle the heads"));

@@ -252,7 +252,7 @@ static void every_dtype(void **s)
     }
 }
 
-/* Heads that are no multiples of 128 (GLM: nope 192, v 256): blocks of 64 columns map for uk, uv's rows do not. */
+/* Heads that are no multiples of 128 (GLM: nope 192, v 256): blocks of 64 columns map for uk; uv's rows map by the tensor's blocks only. */
 static void straddling_heads(void **s)
 {
     (void)s;
@@ -270,6 +270,19 @@ static void straddling_heads(void **s)
             assert_int_equal(fetch(c.ck, &v, 0, v.n, dst, scales, &e), MK_E_MODEL);
             k.scale_k = 64;
             check_matrix(c.ck, &k, 1);
+            /* uv by the tensor's own blocks, head by head: 61 rows at a time */
+            v.tensor_rows = 1;
+            assert_int_equal(fetch(c.ck, &v, 0, v.n, dst, scales, &e), MK_E_MODEL);
+            for (uint32_t r = 0, rows; r < v.n; r += rows) {
+                rows = 256 - r % 256 < 61 ? 256 - r % 256 : 61;
+                uint32_t row = r / 256 * 448 + 192 + r % 256, nseg = (row % 128 + rows + 127) / 128;
+                assert_int_equal(mk_mat_scale_row(&v, r), row);
+                assert_int_equal(mk_mat_fetch(c.ck, &v, 0, r, rows, dst, scales, &e), MK_OK);
+                for (uint32_t i = 0; i < rows; i++)
+                    for (uint32_t j = 0; j < v.k; j++)
+                        assert_true(fp8_value(dst[i * v.k + j]) * (double)scales[j / 128 * nseg + (row % 128 + i) / 128] == of_matrix(c.ck, &v, r + i, j));
+            }
+            v.tensor_rows = 0;
             k.wtype = v.wtype = MK_W_BF16;
         }
         check_matrix(c.ck, &k, 0);

@@ -65,5 +65,5 @@ MOONLIGHT = dict(DEEPSEEK, hidden_size=112, intermediate_size=176, moe_intermedi
 del MOONLIGHT["rope_scaling"]
 
 if __name__ == "__main__":
-    mla_moe.main(__doc__, [mla_moe.Family(__file__, "deepseek_v3", DEEPSEEK, 20266, 200),
+    mla_moe.main(__doc__, [mla_moe.Family(__file__, "deepseek_v3", DEEPSEEK, 20266, 200, query=0.6, head=1.8),
                            mla_moe.Family(__file__, "moonlight", MOONLIGHT, 20267, 150)])

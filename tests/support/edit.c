@@ -96,6 +96,7 @@ int mk_edit_checkpoint(const char *src, const char *dst, enum mk_st_dtype as, mk
     copy_file(src, dst, "generation_config.json", 0);
     if (as != MK_ST_F8_E4M3) {
         mk_edit_json(dst, "config.json", "quantization_config", NULL);
+        mk_edit_json(dst, "config.json", "torch_dtype", NULL);
         mk_edit_json(dst, "config.json", "dtype", as == MK_ST_BF16 ? "\"bfloat16\"" : as == MK_ST_F16 ? "\"float16\"" : "\"float32\"");
     }
     return MK_OK;
