@@ -15,15 +15,14 @@ MK_DEV void mk_conv_step_run(mk_dev *d)
     float *u = (float *)d->sh->staging, *out = (float *)mk_local_at(d, d->in->signal_vec);
     float w[MK_CONV_TAPS] = {0, 0, 0, 0}, past[RING] = {0, 0, 0};
     const bool mine = d->tid < n;
-    d->staged.valid = 0;
+    d->m.staged.valid = 0;
     if (mine)
 #pragma unroll
         for (uint32_t j = 0; j < MK_CONV_TAPS; j++) w[j] = __ldg(d->a->param + v->param_off + d->tid * MK_CONV_TAPS + j);
 
     for (uint32_t k = d->warp; k < 3 * nrows; k += MK_WARPS) {
         uint32_t r = k / 3, part = k - 3 * r, len = part == 2 ? v->dv : dk;
-        float *dst = u + r * n + part * dk;
-        mk_warp_read(d, &d->in->wait[part], r, part == 0 ? v->q_off : part == 1 ? v->k_off : v->v_off, len, [=](uint32_t i, float x) { dst[i] = x; });
+        mk_warp_read(&d->in->wait[part], r, part == 0 ? v->q_off : part == 1 ? v->k_off : v->v_off, len, u + r * n + part * dk);
     }
     mk_sync();
     for (uint32_t r = 0; mine && r < nrows; r++) {

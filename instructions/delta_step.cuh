@@ -22,11 +22,11 @@ MK_DEV void mk_delta_gates(const mk_dev *d, const mk_delta *e, uint32_t r, mk_de
 {
     const uint32_t lane = d->lane, dk = MK_DELTA_DK, dv = e->dv, head = e->decay == MK_DECAY_HEAD;
     const float *param = d->a->param + e->param_off, *in = (const float *)mk_local_at(d, d->in->wait[0].vec) + r * (2 * dk + dv);
-    float *a = x->a, *z = x->z, *beta = &x->beta;
-    mk_warp_read(d, &d->in->wait[1], r, e->f_off, head ? 1 : dk, [=](uint32_t i, float f) { a[i] = f; });
-    mk_warp_read(d, &d->in->wait[1], r, e->z_off, dv, [=](uint32_t i, float f) { z[i] = f; });
-    mk_warp_read(d, &d->in->wait[2], r, e->b_off, 1, [=](uint32_t, float f) { *beta = mk_sigmoidf(f); });
-    __syncwarp();
+    const float *a = x->a;
+#pragma unroll 1
+    for (uint32_t k = 0; k < 3; k++)
+        mk_warp_read(&d->in->wait[k == 2 ? 2 : 1], r, k == 0 ? e->f_off : k == 1 ? e->z_off : e->b_off, k == 1 ? dv : k == 0 && !head ? dk : 1,
+                     k == 0 ? x->a : k == 1 ? x->z : &x->beta);
     const float4 q = *(const float4 *)(in + 4 * lane), k = *(const float4 *)(in + dk + 4 * lane), f = *(const float4 *)(a + (head ? 0 : 4 * lane));
     __syncwarp();
     float qi[4] = {q.x, q.y, q.z, q.w}, ki[4] = {k.x, k.y, k.z, k.w}, fi[4] = {f.x, f.y, f.z, f.w}, sq = 0, sk = 0, qk = 0;
@@ -40,7 +40,7 @@ MK_DEV void mk_delta_gates(const mk_dev *d, const mk_delta *e, uint32_t r, mk_de
 #pragma unroll
     for (int c = 0; c < 4; c++) {
         uint32_t i = 4 * lane + c;
-        float g = head ? mk_expf(rate * mk_softplusf(fi[0] + __ldg(param + 1))) : mk_expf(rate * mk_softplusf(fi[c] + __ldg(param + 1 + i)));
+        float g = mk_expf(rate * mk_softplusf((head ? fi[0] : fi[c]) + __ldg(param + 1 + (head ? 0 : i))));
         float kn = ki[c] * rk, qn = qi[c] * rq;
         x->a[i] = g;
         x->k[i] = kn;
@@ -49,7 +49,10 @@ MK_DEV void mk_delta_gates(const mk_dev *d, const mk_delta *e, uint32_t r, mk_de
         qk = __fmaf_rn(qn, kn, qk);
     }
     qk = mk_warp_sum(qk);
-    if (lane == 0) x->qk = qk;
+    if (lane == 0) {
+        x->qk = qk;
+        x->beta = mk_sigmoidf(x->beta);
+    }
     for (uint32_t i = lane; i < dv; i += 32) x->v[i] = in[2 * dk + i];
 }
 
@@ -61,7 +64,7 @@ MK_DEV void mk_delta_step_run(mk_dev *d)
     const mk_vec *out = &d->sh->vec[d->in->signal_vec];
     mk_delta_row *rows = (mk_delta_row *)d->sh->staging;
     float4 s[COLS];
-    d->staged.valid = 0;
+    d->m.staged.valid = 0;
 
     if (d->warp < nrows) mk_delta_gates(d, e, d->warp, rows + d->warp);
     for (uint32_t r = 0; r < nrows; r++) {

@@ -14,7 +14,7 @@ MK_DEV void mk_pairs_gather(const mk_dev *d, const mk_expert *e, uint32_t T, uin
     const uint4 *base = mk_wait_packets(d, w, v, 0);
     const uint32_t sp = v->slice_packets, per = T * sp, epoch = mk_wait_epoch(d, w), row_packets = v->nslice * sp;
     const mk_divisor by_sp = mk_div_by(sp), by_per = mk_div_by(per);
-    constexpr int NP = 4;
+    constexpr int NP = 2;
     for (uint32_t i0 = d->tid; i0 < n * per; i0 += NP * MK_COMPUTE) {
         uint4 q[NP];
         uint32_t off[NP], to[NP], count[NP], row[NP];
@@ -45,7 +45,7 @@ MK_DEV void mk_pairs_gather(const mk_dev *d, const mk_expert *e, uint32_t T, uin
                     found = q[j].w;
                     q[j] = mk_packet_load(base + off[j]);
                 }
-            if (again) again = mk_packet_spin(d, &spin, w, late_row, late_packet, epoch, found);
+            if (again) again = mk_packet_spin(&spin, w, late_row, late_packet, epoch, found);
         }
 #pragma unroll
         for (int j = 0; j < NP; j++) {
@@ -75,7 +75,7 @@ MK_DEV void mk_expert_down_run(mk_dev *d)
     const mk_tile t = mk_tile_make(e->wtype, n, e->k, 1, e->nseg, e->phase, MK_SCALE_ROWS, 1);
     const uint32_t fit = MK_STAGING / shape.stride, T = u->nslice / e->topk;
     float sum[UNITS];
-    d->staged.valid = 0;
+    d->m.staged.valid = 0;
 
     /* what is added to: this lane's values of its warp's units */
 #pragma unroll
@@ -84,11 +84,8 @@ MK_DEV void mk_expert_down_run(mk_dev *d)
         sum[k] = 0;
         if (r >= nrows || i >= n || d->lane >= MK_UNIT) continue;
         if (base->scope == MK_LOCAL) continue; /* written by other threads: after the first barrier */
-        const uint4 *p = mk_wait_packets(d, &in->wait[2], base, r) + i / 3;
-        uint32_t epoch = mk_wait_epoch(d, &in->wait[2]);
-        mk_spin spin = {0, 0};
-        uint4 q = mk_packet_load(p);
-        while (q.w != epoch && mk_packet_spin(d, &spin, &in->wait[2], r, i / 3, epoch, q.w)) q = mk_packet_load(p);
+        const mk_wait *w = &in->wait[2];
+        const uint4 q = mk_packet_wait(mk_wait_packets(d, w, base, r) + i / 3, w, r, i / 3, mk_wait_epoch(d, w));
         sum[k] = __uint_as_float(i % 3 == 0 ? q.x : i % 3 == 1 ? q.y : q.z);
     }
     for (uint32_t j0 = 0; j0 < n_union;) {
@@ -110,7 +107,7 @@ MK_DEV void mk_expert_down_run(mk_dev *d)
                 for (uint32_t p = pairs->first[j]; p < pairs->first[j + 1]; p++)
                     if (pairs->row[p] == g) x = d->sh->staging + (p - p0) * shape.stride;
                 float acc[4] = {0, 0, 0, 0};
-                mk_product<1>(d, &d->expert, &t, 0, t.nkb, x, 0, (const float *)0, 0, MK_FAULT_EXPERT, acc);
+                mk_product(d, &d->expert, &t, 0, t.nkb, x, 0, (const float *)0, 0, MK_FAULT_EXPERT, acc);
                 mk_red_put(d, b, acc);
             }
             mk_sync();

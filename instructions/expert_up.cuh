@@ -30,13 +30,10 @@ MK_DEV void mk_expert_up_run(mk_dev *d)
     const mk_vec *out = &d->sh->vec[d->in->signal_vec];
     const uint32_t nrows = d->step->nrows, T = e->T, workers = d->a->workers, n_union = routes->n_union, slots = mk_red_slots(d);
     const mk_stage_shape shape = mk_shape(e->k, 1);
-    const mk_staged key = mk_staged_key(d, &d->in->wait[0], 0, e->k, MK_PRO_RMS, e->param_off);
 
-    if (!mk_staged_is(d, key)) {
-        float sumsq[MK_MAX_ROWS] = {0, 0, 0, 0, 0, 0, 0, 0};
-        d->staged = key;
-        mk_gather<1, 1>(d, &d->in->wait[0], 0, e->k, d->a->param + e->param_off, shape, sumsq);
-        mk_sumsq_share(d, sumsq);
+    if (!mk_staged(d, &d->in->wait[0], 0, e->k, MK_PRO_RMS, e->param_off, true)) {
+        d->m.parity ^= 1;
+        mk_gather(d, &d->in->wait[0], 0, e->k, d->a->param + e->param_off, shape, false);
         mk_sync();
         mk_rstd_share(d, e->k, e->eps);
     }
@@ -51,7 +48,7 @@ MK_DEV void mk_expert_up_run(mk_dev *d)
             uint32_t row0 = mk_start(at.t, e->inter, T), rows = mk_start(at.t + 1, e->inter, T) - row0;
             const mk_tile t = mk_tile_make(e->wtype, 2 * rows, e->k, 2, e->nseg, row0 % MK_SCALE_ROWS, MK_SCALE_ROWS, 1);
             float acc[4] = {0, 0, 0, 0};
-            mk_product<1>(d, &d->expert, &t, 0, t.nkb, mk_column(d, shape), 0, (const float *)0, 0, MK_FAULT_EXPERT, acc);
+            mk_product(d, &d->expert, &t, 0, t.nkb, mk_column(d, shape), 0, (const float *)0, 0, MK_FAULT_EXPERT, acc);
             mk_red_put(d, n, acc);
             at.t += workers;
             more = mk_deal_settle(&at, n_union, T, d->worker, workers);
@@ -63,7 +60,7 @@ MK_DEV void mk_expert_up_run(mk_dev *d)
             for (uint32_t u = (d->warp - 2 * slot) % MK_WARPS; u < units * nrows; u += MK_WARPS) {
                 uint32_t r = u / units, group = u - r * units, i = group * MK_UNIT + d->lane, rank = routes->rank[r][from.j];
                 if (rank == 255) continue;
-                float y = 0, norm = d->sh->rstd[d->parity][r];
+                float y = 0, norm = d->sh->rstd[d->m.parity][r];
                 if (i < rows && d->lane < MK_UNIT) y = mk_siluf(mk_red_get(d, slot, &t, i, r) * norm) * (mk_red_get(d, slot, &t, rows + i, r) * norm);
                 mk_publish_unit(out, mk_signal_packets(d, out, r, rank * T + from.t), rows, group, y, mk_signal_epoch(d), d->lane);
             }

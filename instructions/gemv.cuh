@@ -4,47 +4,57 @@
 
 #include "instructions/matvec.cuh"
 
-MK_DEV void mk_gemv_run(mk_dev *d)
+MK_DEV void mk_gemv_describe(const mk_insn *in, mk_tile *t, mk_input *x)
+{
+    const mk_gemv *g = &in->gemv;
+    const uint32_t halves = g->epilogue == MK_EPI_SILU ? 2 : 1;
+    x->in_off = g->in_off;
+    x->k = g->k;
+    x->prologue = g->prologue;
+    x->param_off = g->param_off;
+    x->norm_group = g->norm_group;
+    x->planes = g->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
+    x->eps = g->eps;
+    *t = mk_tile_make(g->wtype, g->n * halves, g->k, halves, g->nseg, g->phase, g->scale_k, x->planes);
+}
+
+/* One f32 value of a wait's first slice. */
+MK_DEV float mk_gemv_value(const mk_dev *d, const mk_wait *w, uint32_t row, uint32_t i)
+{
+    const uint4 q = mk_packet_wait(mk_wait_packets(d, w, &d->sh->vec[w->vec], row) + i / 3, w, row, i / 3, mk_wait_epoch(d, w));
+    return __uint_as_float(i % 3 == 0 ? q.x : i % 3 == 1 ? q.y : q.z);
+}
+
+/* Epilogue: units of 30 values, a warp each. */
+MK_DEV void mk_gemv_finish(const mk_dev *d, const mk_tile *t)
 {
     const mk_insn *in = d->in;
     const mk_gemv *g = &in->gemv;
-    const uint32_t nrows = d->step->nrows, n = g->n, silu = g->epilogue == MK_EPI_SILU, halves = silu ? 2 : 1, units = mk_units(n);
     const mk_vec *out = &d->sh->vec[in->signal_vec];
-    const uint32_t planes = g->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
-    const mk_tile t = mk_tile_make(g->wtype, n * halves, g->k, halves, g->nseg, g->phase, g->scale_k, planes);
-    float acc[4] = {0, 0, 0, 0};
-    const mk_input x = {g->in_off, g->k, g->prologue, g->param_off, g->norm_group, g->eps};
-
-    if (planes == 1)
-        mk_gathered_product<1>(d, &x, &t, acc);
-    else
-        mk_gathered_product<MK_PLANES_F32>(d, &x, &t, acc);
-    mk_red_put(d, 0, acc);
-    mk_sync();
-
+    const uint32_t nrows = d->step->nrows, n = g->n, units = mk_units(n), epilogue = g->epilogue;
     for (uint32_t u = d->warp; u < units * nrows; u += MK_WARPS) {
-        uint32_t r = u / units, group = u - r * units, i = group * MK_UNIT + d->lane;
-        bool has = i < n && d->lane < MK_UNIT;
-        float norm = g->prologue == MK_PRO_RMS ? d->sh->rstd[d->parity][r] : 1.0f, y = 0;
+        const uint32_t r = u / units, group = u - r * units, i = group * MK_UNIT + d->lane;
+        const bool has = i < n && d->lane < MK_UNIT;
+        const float norm = (g->prologue == MK_PRO_RMS ? d->sh->rstd[d->m.parity][r] : 1.0f) * g->scale;
+        float y = 0, gate = 1;
+        if (epilogue == MK_EPI_GATED) { /* one f32 value of wait 2; every lane looks it up */
+            const mk_wait *w = &in->wait[2];
+            const mk_vec *gv = &d->sh->vec[w->vec];
+            const uint32_t *start = d->a->start + gv->start_index + w->slice0;
+            const uint32_t s = mk_find_slice(start, w->nslice, g->gate_off, d->lane), at = g->gate_off - __ldg(start + s), p = s * gv->slice_packets + at / 3;
+            const uint4 q = mk_packet_wait(mk_wait_packets(d, w, gv, r) + p, w, r, p, mk_wait_epoch(d, w));
+            gate = mk_sigmoidf(__uint_as_float(at % 3 == 0 ? q.x : at % 3 == 1 ? q.y : q.z));
+        }
         if (has) {
-            y = mk_red_get(d, 0, &t, i, r) * norm * g->scale;
-            if (silu) y = mk_siluf(y) * (mk_red_get(d, 0, &t, n + i, r) * norm * g->scale);
-        }
-        if (g->epilogue == MK_EPI_ADD) {
-            const mk_wait *w = &in->wait[1];
-            const mk_vec *rv = &d->sh->vec[w->vec];
-            if (rv->scope == MK_LOCAL) {
-                if (has) y += ((const float *)mk_local_at(d, w->vec))[r * n + i];
-            } else if (has) {
-                const uint4 *p = mk_wait_packets(d, w, rv, r) + i / 3;
-                uint32_t epoch = mk_wait_epoch(d, w);
-                mk_spin spin = {0, 0};
-                uint4 q = mk_packet_load(p);
-                while (q.w != epoch && mk_packet_spin(d, &spin, w, r, i / 3, epoch, q.w)) q = mk_packet_load(p);
-                y += __uint_as_float(i % 3 == 0 ? q.x : i % 3 == 1 ? q.y : q.z);
+            y = mk_red_get(d, 0, t, i, r) * norm;
+            if (epilogue == MK_EPI_SILU) y = mk_siluf(y) * (mk_red_get(d, 0, t, n + i, r) * norm);
+            if (epilogue == MK_EPI_ADD || epilogue == MK_EPI_GATED) {
+                const mk_wait *w = &in->wait[1];
+                const float res = d->sh->vec[w->vec].scope == MK_LOCAL ? ((const float *)mk_local_at(d, w->vec))[r * n + i] : mk_gemv_value(d, w, r, i);
+                y = __fadd_rn(res, __fmul_rn(gate, y));
             }
-            __syncwarp();
         }
+        __syncwarp();
         if (out->scope == MK_LOCAL) {
             if (has) ((float *)mk_local_at(d, in->signal_vec))[r * n + i] = y;
         } else {

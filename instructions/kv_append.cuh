@@ -18,13 +18,12 @@ MK_DEV void mk_kv_append_run(mk_dev *d)
 {
     const mk_mla *m = &d->in->mla;
     const uint32_t latent = m->latent, n = latent + m->rope, r = d->warp;
-    d->staged.valid = 0;
+    d->m.staged.valid = 0;
     if (r < d->step->nrows) {
         const mk_row *row = &d->step->row[r];
         const float *gamma = d->a->param + m->param_off;
         float *x = (float *)d->sh->staging + r * n, sum = 0;
-        mk_warp_read(d, &d->in->wait[0], r, m->in_off, n, [=](uint32_t i, float v) { x[i] = v; });
-        __syncwarp();
+        mk_warp_read(&d->in->wait[0], r, m->in_off, n, x);
         for (uint32_t i = d->lane; i < latent; i += 32) sum = __fmaf_rn(x[i], x[i], sum);
         float rstd = mk_rsqrtf(mk_warp_sum(sum) / (float)latent + m->eps);
         uint32_t *dst = (uint32_t *)mk_kv_at(d, m->kv_off, row->slot, row->pos, n * 2);

@@ -14,29 +14,36 @@ MK_DEV void mk_stats_publish(const mk_dev *d, uint32_t row, float max, uint32_t 
     mk_packet_store(p + 1, 0, 0, 0, epoch);
 }
 
-MK_DEV void mk_lm_head_run(mk_dev *d)
+MK_DEV void mk_lm_head_describe(const mk_insn *in, mk_tile *t, mk_input *x)
+{
+    const mk_lm_head *l = &in->lm_head;
+    x->in_off = x->norm_group = 0;
+    x->k = l->k;
+    x->prologue = MK_PRO_RMS;
+    x->param_off = l->param_off;
+    x->planes = 1;
+    x->eps = l->eps;
+    *t = mk_tile_make(l->wtype, l->n, l->k, 1, l->nseg, l->phase, MK_SCALE_ROWS, 1);
+}
+
+/* Also for a step without rows that need logits, which has no product. */
+MK_DEV void mk_lm_head_finish(const mk_dev *d, const mk_tile *t)
 {
     constexpr uint32_t PER = MK_SEGMENT_ROWS / 32;
     const mk_lm_head *l = &d->in->lm_head;
-    const uint32_t nrows = d->step->nrows, n = l->n, r = d->warp;
-    float *logits = (float *)mk_bulk_at(d, l->logits_vec);
-
-    if (d->step->any_logits) {
-        const mk_tile t = mk_tile_make(l->wtype, n, l->k, 1, l->nseg, l->phase, MK_SCALE_ROWS, 1);
-        const mk_input x = {0, l->k, MK_PRO_RMS, l->param_off, 0, l->eps};
-        float acc[4] = {0, 0, 0, 0};
-        mk_gathered_product<1>(d, &x, &t, acc);
-        mk_red_put(d, 0, acc);
-        mk_sync();
-        if (r < nrows && (d->step->row[r].flags & MK_ROW_LOGITS)) {
-            float y[PER], max = -INFINITY, sum = 0, norm = d->sh->rstd[d->parity][r];
-            uint32_t id = 0xffffffffu;
+    const uint32_t n = l->n, r = d->warp;
+    float *logits = (float *)mk_bulk_at(d, l->logits_vec) + (size_t)r * l->vocab + l->row0;
+    if (r < d->step->nrows) {
+        float y[PER], max = -INFINITY, sum = 0;
+        uint32_t id = 0xffffffffu;
+        if (d->step->row[r].flags & MK_ROW_LOGITS) {
+            const float norm = d->sh->rstd[d->m.parity][r];
 #pragma unroll
             for (uint32_t k = 0; k < PER; k++) {
                 uint32_t i = d->lane + 32 * k;
                 if (i >= n) continue;
-                y[k] = mk_red_get(d, 0, &t, i, r) * norm;
-                __stcg(logits + (size_t)r * l->vocab + l->row0 + i, y[k]);
+                y[k] = mk_red_get(d, 0, t, i, r) * norm;
+                __stcg(logits + i, y[k]);
                 if (y[k] > max || id == 0xffffffffu) {
                     max = y[k];
                     id = l->row0 + i;
@@ -55,10 +62,9 @@ MK_DEV void mk_lm_head_run(mk_dev *d)
             for (uint32_t k = 0; k < PER; k++)
                 if (d->lane + 32 * k < n) sum += mk_expf(y[k] - max);
             sum = mk_warp_sum(sum);
-            if (d->lane == 0) mk_stats_publish(d, r, max, id, sum);
         }
+        if (d->lane == 0) mk_stats_publish(d, r, max, id, sum);
     }
-    if (r < nrows && d->lane == 0 && !(d->step->row[r].flags & MK_ROW_LOGITS)) mk_stats_publish(d, r, -INFINITY, 0xffffffffu, 0.0f);
     mk_bulk_signal(d, l->logits_vec);
 }
 

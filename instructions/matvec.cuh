@@ -28,123 +28,117 @@ MK_DEV mk_stage_shape mk_shape(uint32_t values, uint32_t planes)
     return s;
 }
 
-template <int PLANES> MK_DEV void mk_stage_value(uint8_t *at, uint32_t plane, float x)
+/* Two more planes of x, whose first is `hi`. */
+MK_DEV void mk_stage_rest(uint8_t *at, uint32_t plane, float x, uint32_t hi)
 {
-    uint32_t hi = mk_bf16_bits(x);
-    *(uint16_t *)at = (uint16_t)hi;
-    if (PLANES == 3) {
-        float rest = x - mk_bf16_value(hi);
-        uint32_t mid = mk_bf16_bits(rest);
-        *(uint16_t *)(at + plane) = (uint16_t)mid;
-        *(uint16_t *)(at + 2 * plane) = (uint16_t)mk_bf16_bits(rest - mk_bf16_value(mid));
-    }
+    float rest = x - mk_bf16_value(hi);
+    uint32_t mid = mk_bf16_bits(rest);
+    *(uint16_t *)(at + plane) = (uint16_t)mid;
+    *(uint16_t *)(at + 2 * plane) = (uint16_t)mk_bf16_bits(rest - mk_bf16_value(mid));
 }
 
-/* Values [first, first + n) of wait `w` (of the vector) for all rows; gamma (may be NULL) is that of value `first`; sumsq[r] grows by the
- * squares of this thread's values of row r. A thread's share of a row is the same whatever the other rows are. */
-template <int F32, int PLANES>
-MK_DEV void mk_gather(const mk_dev *d, const mk_wait *w, uint32_t first, uint32_t n, const float *gamma, mk_stage_shape shape, float *sumsq)
+/* Values [first, first + n) of wait `w` (of the vector) for all rows; gamma (may be NULL) is that of value `first`; with gamma, the squares are
+ * summed into sumsq[parity] (`more`: added to what an earlier chunk left there). A thread's share of a row and the order of its sum are the same whatever the
+ * other rows are. */
+MK_DEV void mk_gather(const mk_dev *d, const mk_wait *w, uint32_t first, uint32_t n, const float *gamma, mk_stage_shape shape, bool more)
 {
-    constexpr int VPP = F32 ? 3 : 6, NP = 2, NR = 4;
+    constexpr int NP = 2, NR = 2; /* packets of a row, rows at a time */
     const mk_vec *v = &d->sh->vec[w->vec];
     const uint32_t *start = d->a->start + v->start_index + w->slice0;
     const uint4 *base = mk_wait_packets(d, w, v, 0);
     const uint32_t sp = v->slice_packets, packets = w->nslice * sp, row_packets = v->nslice * sp, epoch = mk_wait_epoch(d, w);
-    const uint32_t nrows = d->step->nrows;
+    const uint32_t nrows = d->step->nrows, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
     const mk_divisor by = mk_div_by(sp);
-    uint8_t *x = d->sh->staging;
 
-    for (uint32_t i0 = d->tid; i0 < packets; i0 += NP * MK_COMPUTE) {
-        int at[NP], hi[NP]; /* first value of the packet and end of its values, counted from `first` */
-        float g[NP][VPP];
-        bool valid[NP];
-#pragma unroll
-        for (int j = 0; j < NP; j++) {
-            uint32_t i = i0 + j * MK_COMPUTE, s = mk_quot(i, by), p = i - s * sp;
-            valid[j] = i < packets;
-            if (!valid[j]) continue;
-            uint32_t st = __ldg(start + s), end = __ldg(start + s + 1);
-            if (end > first + n) end = first + n;
-            at[j] = (int)(st + p * VPP) - (int)first;
-            hi[j] = (int)end - (int)first;
-            valid[j] = at[j] < hi[j] && at[j] + VPP > 0;
-            if (gamma && valid[j])
-#pragma unroll
-                for (int k = 0; k < VPP; k++)
-                    if (at[j] + k >= 0 && at[j] + k < hi[j]) g[j][k] = __ldg(gamma + at[j] + k);
-        }
-#pragma unroll
-        for (int rb = 0; rb < MK_MAX_ROWS; rb += NR) {
-            if (rb >= nrows) break;
+    for (uint32_t r0 = 0; r0 < nrows; r0 += NR) {
+        const bool two = r0 + 1 < nrows;
+        float sumsq[NR] = {0, 0};
+        for (uint32_t i0 = d->tid; i0 < packets; i0 += NP * MK_COMPUTE) {
+            int at[NP], hi[NP]; /* first value of the packet and end of its values, counted from `first` */
+            float g[NP][6];
             uint4 q[NP][NR];
 #pragma unroll
-            for (int j = 0; j < NP; j++)
+            for (int j = 0; j < NP; j++) {
+                uint32_t i = i0 + j * MK_COMPUTE, s = mk_quot(i, by), p = i - s * sp;
+                at[j] = hi[j] = 0;
+                if (i >= packets) continue;
+                uint32_t st = __ldg(start + s), end = __ldg(start + s + 1);
+                end = end < first + n ? end : first + n;
+                int from = (int)(st + p * vpp) - (int)first, to = (int)end - (int)first;
+                if (from >= to || from + (int)vpp <= 0) continue;
+                at[j] = from;
+                hi[j] = to;
+                q[j][0] = mk_packet_load(base + i + (size_t)r0 * row_packets);
+                if (two) q[j][1] = mk_packet_load(base + i + (size_t)(r0 + 1) * row_packets);
+                if (gamma)
 #pragma unroll
-                for (int r = 0; r < NR; r++)
-                    if (valid[j] && rb + r < nrows) q[j][r] = mk_packet_load(base + i0 + j * MK_COMPUTE + (size_t)(rb + r) * row_packets);
+                    for (int k = 0; k < 6; k++)
+                        if (k < vpp && from + k >= 0 && from + k < to) g[j][k] = __ldg(gamma + from + k);
+            }
             mk_spin spin = {0, 0};
             for (bool again = true; again;) {
+                uint32_t row = 0, packet = 0, found = 0;
                 again = false;
-                uint32_t late_row = 0, late_packet = 0, found = 0;
 #pragma unroll
                 for (int j = 0; j < NP; j++)
 #pragma unroll
                     for (int r = 0; r < NR; r++)
-                        if (valid[j] && rb + r < nrows && q[j][r].w != epoch) {
+                        if (hi[j] && (r == 0 || two) && q[j][r].w != epoch) {
                             again = true;
-                            late_row = rb + r;
-                            late_packet = i0 + j * MK_COMPUTE;
+                            row = r0 + r;
+                            packet = i0 + j * MK_COMPUTE;
                             found = q[j][r].w;
-                            q[j][r] = mk_packet_load(base + late_packet + (size_t)late_row * row_packets);
+                            q[j][r] = mk_packet_load(base + packet + (size_t)row * row_packets);
                         }
-                if (again) again = mk_packet_spin(d, &spin, w, late_row, late_packet, epoch, found);
+                if (again) again = mk_packet_spin(&spin, w, row, packet, epoch, found);
             }
 #pragma unroll
             for (int j = 0; j < NP; j++)
 #pragma unroll
                 for (int r = 0; r < NR; r++) {
-                    if (!valid[j] || rb + r >= nrows) continue;
+                    if (!hi[j] || (r && !two)) continue;
                     const uint32_t word[3] = {q[j][r].x, q[j][r].y, q[j][r].z};
-                    uint8_t *to = x + (rb + r) * shape.stride + 2 * at[j];
+                    uint8_t *to = d->sh->staging + (r0 + r) * shape.stride + 2 * at[j];
 #pragma unroll
-                    for (int k = 0; k < VPP; k++) {
-                        if (at[j] + k < 0 || at[j] + k >= hi[j]) continue;
-                        float y = F32 ? __uint_as_float(word[k % 3]) : mk_bf16_value((word[k / 2] >> (16 * (k & 1))) & 0xffffu);
-                        if (gamma) {
-                            sumsq[rb + r] = __fmaf_rn(y, y, sumsq[rb + r]);
-                            y *= g[j][k];
+                    for (int k = 0; k < 6; k++) {
+                        if (k >= vpp || at[j] + k < 0 || at[j] + k >= hi[j]) continue;
+                        uint32_t bits = (word[k / 2] >> (16 * (k & 1))) & 0xffffu;
+                        if (f32 || gamma) {
+                            float y = f32 ? __uint_as_float(word[k % 3]) : mk_bf16_value(bits);
+                            if (gamma) {
+                                sumsq[r] = __fmaf_rn(y, y, sumsq[r]);
+                                y = __fmul_rn(y, g[j][k]);
+                            }
+                            bits = mk_bf16_bits(y);
+                            if (shape.plane) mk_stage_rest(to + 2 * k, shape.plane, y, bits);
                         }
-                        mk_stage_value<PLANES>(to + 2 * k, shape.plane, y);
+                        *(uint16_t *)(to + 2 * k) = (uint16_t)bits;
                     }
                 }
         }
+        if (gamma)
+#pragma unroll
+            for (int r = 0; r < NR; r++) {
+                if (r && !two) continue;
+                float s = mk_warp_sum(sumsq[r]), *to = &d->sh->sumsq[d->m.parity][d->warp][r0 + r];
+                if (d->lane == 0) *to = more ? __fadd_rn(*to, s) : s;
+            }
     }
     /* the last K block is padded: its weights are zero, the values must be finite */
-    uint32_t pad = ((n + 63) & ~63u) - n;
-    for (uint32_t i = d->tid; i < pad * nrows; i += MK_COMPUTE) {
-        uint32_t r = i / pad;
-        for (int p = 0; p < PLANES; p++) *(uint16_t *)(x + r * shape.stride + p * shape.plane + 2 * (n + i - r * pad)) = 0;
+    const uint32_t pad = ((n + 63) & ~63u) - n, planes = shape.plane ? MK_PLANES_F32 : 1;
+    for (uint32_t i = d->tid; i < pad * nrows * planes; i += MK_COMPUTE) {
+        uint32_t r = i / pad, p = r / nrows;
+        *(uint16_t *)(d->sh->staging + (r - p * nrows) * shape.stride + p * shape.plane + 2 * (n + i - r * pad)) = 0;
     }
 }
 
-/* After the sums of squares of a gather are complete in each thread; a barrier must follow. */
-MK_DEV void mk_sumsq_share(mk_dev *d, float *sumsq)
-{
-    d->parity ^= 1;
-#pragma unroll
-    for (int r = 0; r < MK_MAX_ROWS; r++) {
-        if (r >= d->step->nrows) break;
-        float s = mk_warp_sum(sumsq[r]);
-        if (d->lane == 0) d->sh->sumsq[d->parity][d->warp][r] = s;
-    }
-}
-/* After that barrier: 1/rms of every row; visible to all after the next one. */
+/* After the barrier that follows the last chunk: 1/rms of every row; visible to all after the next one. */
 MK_DEV void mk_rstd_share(const mk_dev *d, uint32_t k, float eps)
 {
     if (d->warp >= d->step->nrows) return;
-    float s = d->lane < MK_WARPS ? d->sh->sumsq[d->parity][d->lane][d->warp] : 0.0f;
+    float s = d->lane < MK_WARPS ? d->sh->sumsq[d->m.parity][d->lane][d->warp] : 0.0f;
     s = mk_warp_sum(s);
-    if (d->lane == 0) d->sh->rstd[d->parity][d->warp] = 1.0f / sqrtf(s / (float)k + eps);
+    if (d->lane == 0) d->sh->rstd[d->m.parity][d->warp] = 1.0f / sqrtf(s / (float)k + eps);
 }
 
 /* HEADNORM: 1/rms of every head of every row, out of the trailers of its slices (ascending). */
@@ -159,31 +153,27 @@ MK_DEV void mk_head_norms(const mk_dev *d, const mk_wait *w, uint32_t heads, uin
         const uint4 *p = base + ((size_t)r * v->nslice + h * per) * sp + word / 3;
         float sum = 0;
         for (uint32_t s = 0; s < per; s++, p += sp) {
-            mk_spin spin = {0, 0};
-            uint4 q = mk_packet_load(p);
-            while (q.w != epoch && mk_packet_spin(d, &spin, w, r, (h * per + s) * sp + word / 3, epoch, q.w)) q = mk_packet_load(p);
+            const uint4 q = mk_packet_wait(p, w, r, (h * per + s) * sp + word / 3, epoch);
             sum += __uint_as_float(word % 3 == 0 ? q.x : word % 3 == 1 ? q.y : q.z);
         }
         d->sh->head_rstd[r][h] = 1.0f / sqrtf(sum / (float)group + eps);
     }
 }
 
-/* The staging area remembers what it holds, so that instructions that read the same vector with the same prologue gather it once. */
-MK_DEV mk_staged mk_staged_key(const mk_dev *d, const mk_wait *w, uint32_t in_off, uint32_t k, uint32_t prologue, uint32_t param_off)
+/* Instructions that read the same vector with the same prologue gather it once. Returns whether it is staged; if not, the caller stages it now (keep: as a
+ * whole). */
+MK_DEV bool mk_staged(mk_dev *d, const mk_wait *w, uint32_t in_off, uint32_t k, uint32_t prologue, uint32_t param_off, bool keep)
 {
-    mk_staged s;
-    s.step = d->step->seq;
-    s.vector = w->vec | (uint32_t)w->pub << 16;
-    s.first = in_off;
-    s.k = k;
-    s.norm = prologue | param_off << 2;
-    s.valid = 1;
-    return s;
-}
-MK_DEV bool mk_staged_is(const mk_dev *d, mk_staged k)
-{
-    return d->staged.valid && d->staged.step == k.step && d->staged.vector == k.vector && d->staged.first == k.first && d->staged.k == k.k &&
-           d->staged.norm == k.norm;
+    const uint32_t step = d->step->seq, vector = w->vec | (uint32_t)w->pub << 16, norm = prologue | param_off << 2;
+    bool have = d->m.staged.valid && d->m.staged.step == step && d->m.staged.vector == vector && d->m.staged.first == in_off && d->m.staged.k == k &&
+                d->m.staged.norm == norm;
+    d->m.staged.valid = keep;
+    d->m.staged.step = step;
+    d->m.staged.vector = vector;
+    d->m.staged.first = in_off;
+    d->m.staged.k = k;
+    d->m.staged.norm = norm;
+    return have && keep;
 }
 
 /* ---- the product ---------------------------------------------------------------------------------------------------- */
@@ -229,13 +219,12 @@ MK_DEV uint32_t mk_fp8_pair(uint32_t v)
 }
 
 /* acc += rows of this warp's tile times the staged vector, over K blocks [kb0, kb1); kb0 is a multiple of t->per and stands at the front of
- * the staging area. x: this lane's column of the staged vector (lanes of columns without a row: NULL). head_shift: K blocks a head, as a shift, and
- * head_rstd the columns' norms, or NULL. */
-template <int PLANES>
+ * the staging area. x: this lane's column of the staged vector (lanes of columns without a row: NULL); planes follow each other at `plane` bytes (0:
+ * there is one). head_rstd: the columns' norms by head, or NULL; K blocks a head: 1 << head_shift. */
 MK_DEV void mk_product(const mk_dev *d, mk_ring *ring, const mk_tile *t, uint32_t kb0, uint32_t kb1, const uint8_t *x, uint32_t plane,
                        const float *head_rstd, uint32_t head_shift, uint32_t fault, float *acc)
 {
-    const uint32_t g = d->lane >> 2, l = d->lane & 3;
+    const uint32_t g = d->lane >> 2, l = d->lane & 3, fp8 = t->wtype == MK_W_FP8;
     const uint32_t tile = d->warp & ((1u << t->wt_bits) - 1), wk = d->warp >> t->wt_bits, wks = MK_WARPS >> t->wt_bits;
     const bool mine = tile * 16 < t->rows;
     uint32_t i0 = tile * 16 + g, i1 = i0 + 8, half = t->rows / t->halves;
@@ -244,7 +233,7 @@ MK_DEV void mk_product(const mk_dev *d, mk_ring *ring, const mk_tile *t, uint32_
     const uint32_t total = t->halves * t->nseg;
     const uint32_t h0 = t->halves == 2 && i0 >= half, h1 = t->halves == 2 && i1 >= half;
     const uint32_t s0 = h0 * t->nseg + (t->phase + i0 - h0 * half) / MK_SCALE_ROWS, s1 = h1 * t->nseg + (t->phase + i1 - h1 * half) / MK_SCALE_ROWS;
-    const uint32_t kb_bytes = t->rows * MK_KBLOCK_BYTES;
+    const uint32_t kb_bytes = t->rows * MK_KBLOCK_BYTES, x_bytes = fp8 ? 128 : 64, planes = plane ? MK_PLANES_F32 : 1;
 
     for (uint32_t kb = kb0; kb < kb1; kb += t->per) {
         uint32_t nk = kb1 - kb < t->per ? kb1 - kb : t->per;
@@ -252,55 +241,46 @@ MK_DEV void mk_product(const mk_dev *d, mk_ring *ring, const mk_tile *t, uint32_
         __syncwarp();
         const uint8_t *stage = ring->stage + ring->at * MK_STAGE_STRIDE;
         const float *scale = (const float *)(stage + MK_STAGE_BYTES + (((kb >> t->shift) * total * 4) & 15));
-        if (mine) {
-            for (uint32_t b = (wk - kb) & (wks - 1); b < nk; b += wks) {
-                const uint4 w0 = *(const uint4 *)(stage + b * kb_bytes + i0 * MK_KBLOCK_BYTES + l * 16);
-                const uint4 w1 = *(const uint4 *)(stage + b * kb_bytes + i1 * MK_KBLOCK_BYTES + l * 16);
-                float part[4] = {0, 0, 0, 0};
-                if (t->wtype == MK_W_FP8) {
-                    const uint32_t p[4] = {w0.x, w0.y, w0.z, w0.w}, q[4] = {w1.x, w1.y, w1.z, w1.w};
+#pragma unroll 1
+        for (uint32_t b = mine ? (wk - kb) & (wks - 1) : nk; b < nk; b += wks) {
+            const uint4 w0 = *(const uint4 *)(stage + b * kb_bytes + i0 * MK_KBLOCK_BYTES + l * 16);
+            const uint4 w1 = *(const uint4 *)(stage + b * kb_bytes + i1 * MK_KBLOCK_BYTES + l * 16);
+            const uint32_t p[4] = {w0.x, w0.y, w0.z, w0.w}, q[4] = {w1.x, w1.y, w1.z, w1.w};
+            const uint8_t *xp = x + (kb - kb0 + b) * x_bytes + l * (x_bytes / 4);
+            float part[4] = {0, 0, 0, 0};
+#pragma unroll 1
+            for (uint32_t pl = 0; pl < planes; pl++, xp += plane) {
+                uint4 xa = make_uint4(0, 0, 0, 0), xb = xa;
+                if (x) xa = *(const uint4 *)xp;
+                if (fp8) {
+                    if (x) xb = *(const uint4 *)(xp + 16);
+                    const uint32_t y[8] = {xa.x, xa.y, xa.z, xa.w, xb.x, xb.y, xb.z, xb.w};
 #pragma unroll
-                    for (int pl = 0; pl < PLANES; pl++) {
-                        uint4 xa = make_uint4(0, 0, 0, 0), xb = xa;
-                        if (x) {
-                            const uint8_t *xp = x + pl * plane + (kb - kb0 + b) * 128 + l * 32;
-                            xa = *(const uint4 *)xp;
-                            xb = *(const uint4 *)(xp + 16);
-                        }
-                        const uint32_t y[8] = {xa.x, xa.y, xa.z, xa.w, xb.x, xb.y, xb.z, xb.w};
-#pragma unroll
-                        for (int i = 0; i < 4; i++)
-                            mk_mma(part, mk_fp8_pair(__byte_perm(p[i], 0, 0x1404)), mk_fp8_pair(__byte_perm(q[i], 0, 0x1404)),
-                                   mk_fp8_pair(__byte_perm(p[i], 0, 0x3424)), mk_fp8_pair(__byte_perm(q[i], 0, 0x3424)), y[2 * i], y[2 * i + 1]);
-                    }
-                    uint32_t row = (((kb + b) >> t->shift) - (kb >> t->shift)) * total;
-                    float f0 = scale[row + s0], f1 = scale[row + s1];
-                    part[0] = __fmul_rn(part[0], f0);
-                    part[1] = __fmul_rn(part[1], f0);
-                    part[2] = __fmul_rn(part[2], f1);
-                    part[3] = __fmul_rn(part[3], f1);
+                    for (int i = 0; i < 4; i++)
+                        mk_mma(part, mk_fp8_pair(__byte_perm(p[i], 0, 0x1404)), mk_fp8_pair(__byte_perm(q[i], 0, 0x1404)),
+                               mk_fp8_pair(__byte_perm(p[i], 0, 0x3424)), mk_fp8_pair(__byte_perm(q[i], 0, 0x3424)), y[2 * i], y[2 * i + 1]);
                 } else {
-                    const uint32_t p[4] = {w0.x, w0.y, w0.z, w0.w}, q[4] = {w1.x, w1.y, w1.z, w1.w};
-#pragma unroll
-                    for (int pl = 0; pl < PLANES; pl++) {
-                        uint4 xa = make_uint4(0, 0, 0, 0);
-                        if (x) xa = *(const uint4 *)(x + pl * plane + (kb - kb0 + b) * 64 + l * 16);
-                        const uint32_t y[4] = {xa.x, xa.y, xa.z, xa.w};
-#pragma unroll
-                        for (int i = 0; i < 2; i++) mk_mma(part, p[2 * i], q[2 * i], p[2 * i + 1], q[2 * i + 1], y[2 * i], y[2 * i + 1]);
-                    }
+                    mk_mma(part, p[0], q[0], p[1], q[1], xa.x, xa.y);
+                    mk_mma(part, p[2], q[2], p[3], q[3], xa.z, xa.w);
                 }
-                if (head_rstd) {
-                    uint32_t head = (kb + b) >> head_shift, c = 2 * l;
-                    float n0 = head_rstd[c * MK_MAX_NORM_HEADS + head], n1 = head_rstd[(c + 1) * MK_MAX_NORM_HEADS + head];
-                    part[0] = __fmul_rn(part[0], n0);
-                    part[1] = __fmul_rn(part[1], n1);
-                    part[2] = __fmul_rn(part[2], n0);
-                    part[3] = __fmul_rn(part[3], n1);
-                }
-#pragma unroll
-                for (int i = 0; i < 4; i++) acc[i] = __fadd_rn(acc[i], part[i]);
             }
+            if (fp8) {
+                const uint32_t row = (((kb + b) >> t->shift) - (kb >> t->shift)) * total;
+                const float f0 = scale[row + s0], f1 = scale[row + s1];
+                part[0] = __fmul_rn(part[0], f0);
+                part[1] = __fmul_rn(part[1], f0);
+                part[2] = __fmul_rn(part[2], f1);
+                part[3] = __fmul_rn(part[3], f1);
+            }
+            if (head_rstd) {
+                const float *n = head_rstd + 2 * l * MK_MAX_NORM_HEADS + ((kb + b) >> head_shift);
+                part[0] = __fmul_rn(part[0], n[0]);
+                part[1] = __fmul_rn(part[1], n[MK_MAX_NORM_HEADS]);
+                part[2] = __fmul_rn(part[2], n[0]);
+                part[3] = __fmul_rn(part[3], n[MK_MAX_NORM_HEADS]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[i] = __fadd_rn(acc[i], part[i]);
         }
         __syncwarp();
         if (d->lane == 0) mk_mbar_arrive(ring->empty + 8 * ring->at);
@@ -320,47 +300,33 @@ MK_DEV const uint8_t *mk_column(const mk_dev *d, mk_stage_shape shape)
 
 /* The vector of wait 0 as the instruction wants it. */
 typedef struct mk_input {
-    uint32_t in_off, k, prologue, param_off, norm_group;
+    uint32_t in_off, k, prologue, param_off, norm_group, planes;
     float eps;
 } mk_input;
 
-/* Gathers chunk by chunk (not at all when the staging area holds the vector) and multiplies each chunk with the next stages of the ring;
+/* Gathers chunk by chunk (not at all when the staging area holds the vector) and multiplies each chunk with the next stages of the static ring;
  * acc is this thread's part of its warp's tile. Leaves 1/rms in rstd[parity], visible after the next barrier. The reduction area is free. */
-template <int PLANES> MK_DEV void mk_gathered_product(mk_dev *d, const mk_input *x, const mk_tile *t, float *acc)
+MK_DEV void mk_gathered_product(mk_dev *d, const mk_input *x, const mk_tile *t, float *acc)
 {
     const mk_wait *w = &d->in->wait[0];
-    const uint32_t values = mk_kblock_values(t->wtype), chunk = mk_chunk_kblocks(t->wtype, PLANES) / t->per * t->per;
-    const bool f32 = d->sh->vec[w->vec].dtype == MK_F32, rms = x->prologue == MK_PRO_RMS, heads = x->prologue == MK_PRO_HEADNORM;
+    const uint32_t values = mk_kblock_values(t->wtype), chunk = mk_chunk_kblocks(t->wtype, x->planes) / t->per * t->per;
+    const bool rms = x->prologue == MK_PRO_RMS, heads = x->prologue == MK_PRO_HEADNORM, whole = x->planes == 1 && x->k <= MK_STAGED_VALUES;
     const uint32_t head_shift = heads ? 31 - __clz((int)(x->norm_group / values)) : 0;
-    const bool whole = PLANES == 1 && x->k <= MK_STAGED_VALUES;
-    const mk_stage_shape shape = mk_shape(whole ? x->k : chunk * values, PLANES);
+    const mk_stage_shape shape = mk_shape(whole ? x->k : chunk * values, x->planes);
     const float *gamma = rms ? d->a->param + x->param_off : (const float *)0;
     const float *norms = heads ? d->sh->head_rstd[0] : (const float *)0;
-    const mk_staged key = mk_staged_key(d, w, x->in_off, x->k, x->prologue, x->param_off);
-    const bool have = whole && mk_staged_is(d, key);
+    const bool have = mk_staged(d, w, x->in_off, x->k, x->prologue, x->param_off, whole);
 
-    if (have) {
-        mk_sync(); /* the reduction area may still be read */
-        mk_product<PLANES>(d, &d->tape, t, 0, t->nkb, mk_column(d, shape), shape.plane, norms, head_shift, MK_FAULT_TAPE, acc);
-        return;
-    }
-    d->staged = key;
-    d->staged.valid = whole;
-    float sumsq[MK_MAX_ROWS] = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (heads) mk_head_norms(d, w, x->k / x->norm_group, x->norm_group, x->eps);
+    if (heads && !have) mk_head_norms(d, w, x->k / x->norm_group, x->norm_group, x->eps);
+    if (rms && !have) d->m.parity ^= 1;
     for (uint32_t kb = 0; kb < t->nkb;) {
         uint32_t end = whole || t->nkb - kb < chunk ? t->nkb : kb + chunk, first = kb * values;
         uint32_t n = (end * values < x->k ? end * values : x->k) - first;
         if (kb) mk_sync(); /* the chunk before is consumed */
-        const float *g = gamma ? gamma + first : gamma;
-        if (PLANES == 3 || f32)
-            mk_gather<1, PLANES>(d, w, x->in_off + first, n, g, shape, sumsq);
-        else
-            mk_gather<0, 1>(d, w, x->in_off + first, n, g, shape, sumsq);
-        if (rms && end == t->nkb) mk_sumsq_share(d, sumsq);
-        mk_sync();
-        if (rms && end == t->nkb) mk_rstd_share(d, x->k, x->eps);
-        mk_product<PLANES>(d, &d->tape, t, kb, end, mk_column(d, shape), shape.plane, norms, head_shift, MK_FAULT_TAPE, acc);
+        if (!have) mk_gather(d, w, x->in_off + first, n, gamma ? gamma + first : gamma, shape, kb > 0);
+        mk_sync(); /* staged; and the reduction area is read */
+        if (rms && !have && end == t->nkb) mk_rstd_share(d, x->k, x->eps);
+        mk_product(d, &d->tape, t, kb, end, mk_column(d, shape), shape.plane, norms, head_shift, MK_FAULT_TAPE, acc);
         kb = end;
     }
 }

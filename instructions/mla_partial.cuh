@@ -31,18 +31,26 @@ MK_DEV void mk_mla_queries(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_
 {
     uint32_t h = d->warp >> 1;
     if (h >= heads) return;
-    float *q = x->q[h];
-    const uint32_t latent = m->latent;
-    if (!(d->warp & 1)) {
-        mk_warp_read(d, &d->in->wait[0], r, (h0 + h) * latent, latent, [=](uint32_t i, float v) { q[i] = v; });
-    } else if (m->rope) {
-        float *pe = q + latent;
-        mk_warp_read(d, &d->in->wait[1], r, m->in_off + (h0 + h) * m->qk_stride, m->rope, [=](uint32_t i, float v) { pe[i] = v; });
-        __syncwarp();
-        if (m->rotary)
-            for (uint32_t i = d->lane; i < m->rope / 2; i += 32)
-                mk_rotate_pair(pe + 2 * i, pe + 2 * i + 1, __ldg(d->a->param + m->param_off + latent + i), d->step->row[r].pos);
-    }
+    const uint32_t pe = d->warp & 1, latent = m->latent;
+    float *to = x->q[h] + (pe ? latent : 0);
+    if (pe && !m->rope) return;
+    mk_warp_read(&d->in->wait[pe], r, pe ? m->in_off + (h0 + h) * m->qk_stride : (h0 + h) * latent, pe ? m->rope : latent, to);
+    if (pe && m->rotary)
+        for (uint32_t i = d->lane; i < m->rope / 2; i += 32)
+            mk_rotate_pair(to + 2 * i, to + 2 * i + 1, __ldg(d->a->param + m->param_off + latent + i), d->step->row[r].pos);
+}
+
+/* The totals over the warp of 32 values a lane: lane l gets that of value l. */
+MK_DEV float mk_warp_totals(float *v, uint32_t lane)
+{
+#pragma unroll
+    for (int m = 16; m; m >>= 1)
+#pragma unroll
+        for (int i = 0; i < m; i++) {
+            float keep = lane & m ? v[i + m] : v[i], give = lane & m ? v[i] : v[i + m];
+            v[i] = __fadd_rn(keep, __shfl_xor_sync(0xffffffffu, give, m));
+        }
+    return v[0];
 }
 
 /* Scores of the page's tokens [0, tokens): four a warp. */
@@ -51,11 +59,9 @@ MK_DEV void mk_mla_scores(const mk_dev *d, const mk_mla *m, const uint8_t *page,
     constexpr int TOK = MK_PAGE / MK_WARPS;
     const uint32_t n = m->latent + m->rope, t0 = d->warp * TOK;
     if (t0 >= tokens) return;
-    float acc[TOK][MK_HEAD_GROUP];
+    float acc[TOK * MK_HEAD_GROUP]; /* [token][head] */
 #pragma unroll
-    for (int t = 0; t < TOK; t++)
-#pragma unroll
-        for (int h = 0; h < MK_HEAD_GROUP; h++) acc[t][h] = 0;
+    for (int i = 0; i < TOK * MK_HEAD_GROUP; i++) acc[i] = 0;
     for (uint32_t i = 8 * d->lane; i < n; i += 256) {
         float c[TOK][8];
 #pragma unroll
@@ -71,18 +77,14 @@ MK_DEV void mk_mla_scores(const mk_dev *d, const mk_mla *m, const uint8_t *page,
 #pragma unroll
             for (int t = 0; t < TOK; t++)
 #pragma unroll
-                for (int k = 0; k < 8; k++) acc[t][h] = __fmaf_rn(q[k], c[t][k], acc[t][h]);
+                for (int k = 0; k < 8; k++) acc[t * MK_HEAD_GROUP + h] = __fmaf_rn(q[k], c[t][k], acc[t * MK_HEAD_GROUP + h]);
         }
     }
-#pragma unroll
-    for (int t = 0; t < TOK; t++)
-#pragma unroll
-        for (int h = 0; h < MK_HEAD_GROUP; h++) {
-            if (h >= heads) break;
-            float s = mk_warp_sum(acc[t][h]);
-            if (d->lane == 0 && t0 + t < tokens) x->p[h][t0 + t] = m->scale * s;
-        }
+    const float s = mk_warp_totals(acc, d->lane);
+    const uint32_t t = t0 + d->lane / MK_HEAD_GROUP, h = d->lane % MK_HEAD_GROUP;
+    if (t < tokens && h < heads) x->p[h][t] = m->scale * s;
 }
+static_assert(MK_PAGE / MK_WARPS * MK_HEAD_GROUP == 32, "one total a lane");
 
 /* Scores -> exp(s - running maximum), by a warp a head; what was summed before shrinks by x->shrink. */
 MK_DEV void mk_mla_softmax(const mk_dev *d, uint32_t tokens, uint32_t heads, bool first, mk_mla_scratch *x)
@@ -166,7 +168,7 @@ MK_DEV void mk_mla_partial_run(mk_dev *d)
     const uint32_t groups = (m->heads + MK_HEAD_GROUP - 1) / MK_HEAD_GROUP;
     mk_mla_scratch *x = (mk_mla_scratch *)d->sh->staging;
     float *bulk = (float *)mk_bulk_at(d, d->in->signal_vec);
-    d->staged.valid = 0;
+    d->m.staged.valid = 0;
     mk_bulk_wait(d, &d->in->wait[2]);
     for (uint32_t r = 0; r < d->step->nrows; r++) {
         uint32_t items = mk_splits(d->step->row[r].pos) * groups, skip = r % m->parts;

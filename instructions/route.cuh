@@ -132,16 +132,13 @@ MK_DEV void mk_route_run(mk_dev *d)
     float *s = (float *)(x + 1);
     if (sizeof *x + nrows * n * 4 > sizeof d->sh->red) { /* the staging area would do as well, but its vector may be wanted again */
         s = (float *)d->sh->staging;
-        d->staged.valid = 0;
+        d->m.staged.valid = 0;
     }
-    if (d->tid == 0) mk_stage_wait(d, mk_smem(&d->sh->route_empty), d->route_parity ^ 1, MK_FAULT_ROUTE);
+    if (d->tid == 0) mk_stage_wait(d, mk_smem(&d->sh->route_empty), d->m.route_parity ^ 1, MK_FAULT_ROUTE);
     mk_sync(); /* the reduction area and what the last layer's route left are free */
     if (d->tid < MK_EXPERT_LANES) x->chosen[d->tid] = 0;
     for (uint32_t i = d->tid; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;
-    if (d->warp < nrows) {
-        float *row = s + d->warp * n;
-        mk_warp_read(d, &d->in->wait[0], d->warp, 0, n, [=](uint32_t i, float v) { row[i] = v; });
-    }
+    if (d->warp < nrows) mk_warp_read(&d->in->wait[0], d->warp, 0, n, s + d->warp * n);
     mk_sync();
     if (d->warp < nrows) mk_route_row(d, t, s + d->warp * n, x->id[d->warp], x->chosen, out->weight[d->warp]);
     mk_sync();
@@ -178,7 +175,7 @@ MK_DEV void mk_route_run(mk_dev *d)
     }
     mk_sync();
     if (d->tid == 0) mk_mbar_arrive(mk_smem(&d->sh->route_full));
-    d->route_parity ^= 1;
+    d->m.route_parity ^= 1;
 }
 
 #endif

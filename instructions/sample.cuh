@@ -48,18 +48,21 @@ MK_DEV uint64_t mk_warp_sum64(uint64_t v)
 }
 
 /* The shortest prefix of the order with at least `target` tokens, or at least that weight. All compute threads; the result in x->left. */
-MK_DEV void mk_prefix(const mk_dev *d, mk_sample_scratch *x, const mk_dist *q, bool by_weight, uint64_t target)
+MK_CALL void mk_prefix(const mk_dist q0, bool by_weight, uint64_t target)
 {
+    mk_sample_scratch *x = (mk_sample_scratch *)mk_sh()->staging;
+    const mk_dist *q = &q0;
+    const uint32_t tid = threadIdx.x;
     uint32_t key = 0, mask = 0;
     uint64_t above = 0, weight_above = 0;
     for (int pass = 0; pass < 3; pass++) {
         const uint32_t shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, digits = pass == 2 ? 1024 : 2048;
-        for (uint32_t i = d->tid; i < digits; i += MK_COMPUTE) {
+        for (uint32_t i = tid; i < digits; i += MK_COMPUTE) {
             x->count[i] = 0;
             x->weight[i] = 0;
         }
         mk_sync();
-        for (uint32_t i = d->tid; i < q->vocab; i += MK_COMPUTE) {
+        for (uint32_t i = tid; i < q->vocab; i += MK_COMPUTE) {
             float l = __ldcg(q->logit + i);
             uint32_t k = mk_order_key(l);
             if ((k & mask) != key) continue;
@@ -68,7 +71,7 @@ MK_DEV void mk_prefix(const mk_dev *d, mk_sample_scratch *x, const mk_dist *q, b
             atomicAdd(&x->weight[digit], (unsigned long long)mk_weigh(q, l));
         }
         mk_sync();
-        if (d->tid == 0) {
+        if (tid == 0) {
             uint32_t digit = digits - 1;
             for (; digit > 0; digit--) {
                 uint64_t here = by_weight ? (uint64_t)x->weight[digit] : x->count[digit];
@@ -104,31 +107,34 @@ MK_DEV uint64_t mk_share(float p, uint64_t total)
 
 /* Walks what is left in ascending id: x->total = its weight; x->token = the lowest id at which the running weight exceeds `at` (vocab: none). A warp
  * has a contiguous range of ids. */
-MK_DEV void mk_walk(const mk_dev *d, mk_sample_scratch *x, const mk_dist *q, bool find, uint64_t at)
+MK_CALL void mk_walk(const mk_dist q0, bool find, uint64_t at)
 {
+    mk_sample_scratch *x = (mk_sample_scratch *)mk_sh()->staging;
+    const mk_dist *q = &q0;
+    const uint32_t tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const mk_left left = x->left;
-    const uint32_t per = (q->vocab + MK_WARPS * 32 - 1) / (MK_WARPS * 32) * 32, lo = d->warp * per;
-    const uint32_t hi = lo + per < q->vocab ? lo + per : q->vocab, lower = (1u << d->lane) - 1;
+    const uint32_t per = (q->vocab + MK_WARPS * 32 - 1) / (MK_WARPS * 32) * 32, lo = warp * per;
+    const uint32_t hi = lo + per < q->vocab ? lo + per : q->vocab, lower = (1u << lane) - 1;
     uint32_t ties = 0;
     for (uint32_t b = lo; b < hi; b += 32) {
-        uint32_t i = b + d->lane;
+        uint32_t i = b + lane;
         bool tie = i < hi && mk_order_key(__ldcg(q->logit + i)) == left.key && mk_weigh(q, __ldcg(q->logit + i)) >= left.least;
         ties += __popc(__ballot_sync(0xffffffffu, tie));
     }
-    if (d->lane == 0) x->tie[d->warp] = ties;
-    if (d->tid == 0) x->token = q->vocab;
+    if (lane == 0) x->tie[warp] = ties;
+    if (tid == 0) x->token = q->vocab;
     mk_sync();
     uint32_t before = 0;
-    for (uint32_t w = 0; w < d->warp; w++) before += x->tie[w];
+    for (uint32_t w = 0; w < warp; w++) before += x->tie[w];
     for (int round = 0; round < (find ? 2 : 1); round++) { /* 0: the warp's weight; 1: where it passes `at` */
         uint32_t seen = before;
         uint64_t sum = 0;
         if (round) {
-            for (uint32_t w = 0; w < d->warp; w++) sum += x->part[w];
-            if (sum > at || sum + x->part[d->warp] <= at) break;
+            for (uint32_t w = 0; w < warp; w++) sum += x->part[w];
+            if (sum > at || sum + x->part[warp] <= at) break;
         }
         for (uint32_t b = lo; b < hi; b += 32) {
-            uint32_t i = b + d->lane;
+            uint32_t i = b + lane;
             float l = i < hi ? __ldcg(q->logit + i) : -INFINITY;
             uint32_t k = i < hi ? mk_order_key(l) : 0;
             uint64_t w = i < hi ? mk_weigh(q, l) : 0;
@@ -145,23 +151,23 @@ MK_DEV void mk_walk(const mk_dev *d, mk_sample_scratch *x, const mk_dist *q, boo
 #pragma unroll
             for (int m = 1; m < 32; m <<= 1) {
                 uint64_t o = __shfl_up_sync(0xffffffffu, (unsigned long long)upto, m);
-                if (d->lane >= m) upto += o;
+                if (lane >= m) upto += o;
             }
             uint32_t hit = __ballot_sync(0xffffffffu, sum + upto > at && in);
             if (hit) {
-                if (d->lane == 0) x->token = b + __ffs((int)hit) - 1;
+                if (lane == 0) x->token = b + __ffs((int)hit) - 1;
                 break;
             }
             sum += __shfl_sync(0xffffffffu, (unsigned long long)upto, 31);
         }
         if (!round) {
             sum = mk_warp_sum64(sum);
-            if (d->lane == 0) x->part[d->warp] = sum;
+            if (lane == 0) x->part[warp] = sum;
             mk_sync();
         }
     }
     mk_sync();
-    if (d->tid == 0) {
+    if (tid == 0) {
         uint64_t total = 0;
         for (uint32_t w = 0; w < MK_WARPS; w++) total += x->part[w];
         x->total = total;
@@ -177,24 +183,24 @@ MK_DEV uint32_t mk_draw_token(const mk_dev *d, mk_sample_scratch *x, const mk_di
         x->left.least = x->left.weight = 0;
     }
     mk_sync();
-    if (s->top_k > 0 && s->top_k < q->vocab) mk_prefix(d, x, q, false, s->top_k);
+    if (s->top_k > 0 && s->top_k < q->vocab) mk_prefix(*q, false, s->top_k);
     if (s->top_p < 1.0f) {
         if (x->left.weight == 0) {
-            mk_walk(d, x, q, false, 0);
+            mk_walk(*q, false, 0);
             if (d->tid == 0) x->left.weight = x->total;
             mk_sync();
         }
         uint64_t need = mk_share(s->top_p > 0.0f ? s->top_p : 0.0f, x->left.weight);
-        mk_prefix(d, x, q, true, need ? need : 1);
+        mk_prefix(*q, true, need ? need : 1);
     }
     if (s->min_p > 0.0f) {
         if (d->tid == 0) x->left.least = mk_share(s->min_p < 1.0f ? s->min_p : 1.0f, 1ull << 40);
         mk_sync();
     }
-    mk_walk(d, x, q, false, 0);
+    mk_walk(*q, false, 0);
     uint64_t at = __umul64hi(mk_draw(s->seed, position), x->total);
     mk_sync();
-    mk_walk(d, x, q, true, at);
+    mk_walk(*q, true, at);
     return x->token;
 }
 
@@ -209,9 +215,7 @@ MK_DEV void mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_sa
     uint32_t best = 0;
     for (int round = 0; round < 2; round++) {
         for (uint32_t s = lo; s < hi; s++) {
-            mk_spin spin = {0, 0};
-            uint4 q = mk_packet_load(base + s * v->slice_packets);
-            while (q.w != epoch && mk_packet_spin(d, &spin, w, row, s * v->slice_packets, epoch, q.w)) q = mk_packet_load(base + s * v->slice_packets);
+            const uint4 q = mk_packet_wait(base + s * v->slice_packets, w, row, s * v->slice_packets, epoch);
             float m = __uint_as_float(q.x);
             if (round) {
                 if (m > -INFINITY) sum = __fmaf_rn(__uint_as_float(q.z), mk_expf(m - max), sum);
@@ -246,7 +250,7 @@ MK_DEV void mk_sample_run(mk_dev *d)
     const mk_sample *s = &d->in->sample;
     mk_sampled *out = (mk_sampled *)mk_local_at(d, d->in->signal_vec);
     mk_sample_scratch *x = (mk_sample_scratch *)d->sh->staging;
-    d->staged.valid = 0;
+    d->m.staged.valid = 0;
     mk_bulk_wait(d, &d->in->wait[1]);
     const float *logits = (const float *)mk_bulk_at(d, d->in->wait[1].vec);
     if (d->tid < MK_MAX_ROWS) {

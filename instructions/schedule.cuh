@@ -19,8 +19,9 @@ MK_DEV void mk_step_publish(const mk_gpu_args *a, const mk_step *step)
 }
 
 /* Composes the next step, waiting for the host as long as there is nothing to do. */
-MK_DEV void mk_schedule_next(const mk_gpu_args *a)
+MK_CALL void mk_schedule_next(void)
 {
+    const mk_gpu_args *a = &mk_sh()->args;
     mk_sched *s = a->sched;
     for (;;) {
         mk_sched_compose(s, mk_now());
@@ -42,7 +43,7 @@ MK_DEV void mk_schedule_run(mk_dev *d)
     mk_sched_finish(s, d->step, m->token, m->logprob, mk_now());
     s->step++;
     ((volatile uint32_t *)d->a->heartbeat)[0] = s->step;
-    mk_schedule_next(d->a);
+    mk_schedule_next();
 }
 
 #endif

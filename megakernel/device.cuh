@@ -99,6 +99,7 @@ typedef struct mk_shared {
     alignas(16) mk_vec vec[MK_MAX_VEC];
     alignas(16) mk_insn insn[MK_INSN_RING];
     alignas(16) mk_step step;
+    mk_gpu_args args; /* for functions that are not inlined */
     mk_pairs pairs;
     uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
     uint64_t static_full[MK_STATIC_MAX], static_empty[MK_STATIC_MAX];
@@ -125,7 +126,14 @@ static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (832 * 2 + 16) <= MK_STAGING, "three
 
 #ifdef __CUDACC__
 
-#define MK_DEV static __device__ __forceinline__
+#define MK_DEV  static __device__ __forceinline__
+#define MK_CALL static __device__ __noinline__ /* rare or used in many places: instruction caches are small */
+
+extern __shared__ __align__(128) uint8_t mk_dynamic[];
+MK_DEV mk_shared *mk_sh(void)
+{
+    return (mk_shared *)mk_dynamic;
+}
 
 /* ---- shared memory, barriers, bulk copies --------------------------------------------------------------------------- */
 
@@ -225,12 +233,17 @@ typedef struct mk_ring {
     uint32_t n, at, parity;
 } mk_ring;
 
-/* What the staging area holds. */
-typedef struct mk_staged {
-    uint32_t valid, step, vector, first, k, norm;
-} mk_staged;
+/* What a compute thread remembers from instruction to instruction; the same in all of them. */
+typedef struct mk_memo {
+    struct {
+        uint32_t valid, step, vector, first, k, norm;
+    } staged; /* what the staging area holds */
+    uint32_t tape_at, tape_parity, expert_at, expert_parity;
+    uint32_t parity;       /* of sumsq and rstd */
+    uint32_t route_parity; /* of the expert loader's barriers */
+} mk_memo;
 
-/* What a compute thread carries from instruction to instruction. */
+/* A compute thread. */
 typedef struct mk_dev {
     const mk_gpu_args *a;
     mk_shared *sh;
@@ -239,84 +252,121 @@ typedef struct mk_dev {
     const mk_step *step;
     uint32_t worker, tid, warp, lane;
     mk_ring tape, expert;
-    mk_staged staged;
-    uint32_t parity;    /* of sumsq and rstd */
-    uint32_t route_parity;
+    mk_memo m;
 } mk_dev;
+
+MK_DEV uint8_t *mk_local_memory(void)
+{
+    return mk_dynamic + sizeof(mk_shared);
+}
+MK_DEV uint8_t *mk_stages(void)
+{
+    return mk_local_memory() + ((mk_sh()->args.local_bytes + 127) & ~127u);
+}
+MK_DEV void mk_dev_enter(mk_dev *d, const mk_insn *in, const mk_memo *m)
+{
+    mk_shared *sh = mk_sh();
+    d->a = &sh->args;
+    d->sh = sh;
+    d->local = mk_local_memory();
+    d->in = in;
+    d->step = &sh->step;
+    d->worker = blockIdx.x;
+    d->tid = threadIdx.x;
+    d->warp = threadIdx.x / 32;
+    d->lane = threadIdx.x % 32;
+    d->m = *m;
+    d->tape.full = mk_smem(sh->static_full);
+    d->tape.empty = mk_smem(sh->static_empty);
+    d->tape.stage = mk_stages();
+    d->tape.n = sh->args.static_stages;
+    d->tape.at = m->tape_at;
+    d->tape.parity = m->tape_parity;
+    d->expert.full = mk_smem(sh->expert_full);
+    d->expert.empty = mk_smem(sh->expert_empty);
+    d->expert.stage = d->tape.stage + d->tape.n * MK_STAGE_STRIDE;
+    d->expert.n = MK_EXPERT_STAGES;
+    d->expert.at = m->expert_at;
+    d->expert.parity = m->expert_parity;
+}
+MK_DEV void mk_dev_leave(const mk_dev *d, mk_memo *m)
+{
+    *m = d->m;
+    m->tape_at = d->tape.at;
+    m->tape_parity = d->tape.parity;
+    m->expert_at = d->expert.at;
+    m->expert_parity = d->expert.parity;
+}
 
 typedef struct mk_spin {
     uint32_t n;
     uint64_t since;
 } mk_spin;
 
-/* Writes the fault record, if nobody has yet, and tells everybody to leave. */
-static __device__ __noinline__ void mk_fault_report(const mk_gpu_args *a, mk_fault f)
+/* Writes the fault record, if nobody has yet, and tells everybody to leave. `in` is a slot of the instruction ring. */
+MK_CALL void mk_fault_report(const mk_insn *in, uint32_t kind, const mk_wait *w, uint32_t row, uint32_t packet, uint32_t expected, uint32_t found)
 {
-    if (atomicCAS(a->abort, 0u, 1u) != 0u) return;
-    mk_fault *p = a->fault;
-    uint32_t kind = f.kind;
-    f.kind = 0;
-    *p = f;
+    const mk_shared *sh = mk_sh();
+    if (atomicCAS(sh->args.abort, 0u, 1u) != 0u) return;
+    mk_fault *f = sh->args.fault;
+    f->worker = blockIdx.x;
+    f->step = sh->step.seq;
+    f->seq = in->seq;
+    f->opcode = in->opcode;
+    f->layer = in->layer;
+    f->vec = w ? w->vec : MK_NONE;
+    f->pub = w ? w->pub : MK_NONE;
+    f->slice0 = w ? w->slice0 : 0;
+    f->row = row;
+    f->packet = packet;
+    f->expected = expected;
+    f->found = found;
     __threadfence_system();
-    *(volatile uint32_t *)&p->kind = kind;
+    *(volatile uint32_t *)&f->kind = kind;
 }
 
-/* One more failed look. False: give up, because the time is over or somebody else gave up; *late tells which. */
-MK_DEV bool mk_spin_on(const mk_gpu_args *a, mk_spin *s, bool *late)
+/* Every 256th failed look: has somebody given up, is the time over? Returns when the waiting began, 0 for: give up (*late: because of the time). */
+MK_DEV uint64_t mk_patience(uint64_t since, bool *late)
 {
+    const mk_gpu_args *a = &mk_sh()->args;
     *late = false;
-    if (++s->n & 255u) return true;
-    if (mk_load_relaxed(a->abort)) return false;
+    if (mk_load_relaxed(a->abort)) return 0;
     uint64_t now = mk_now();
-    if (!s->since) s->since = now;
-    if (now - s->since < a->timeout_ns) return true;
-    *late = true;
-    return false;
+    if (!since) return now;
+    *late = now - since >= a->timeout_ns;
+    return *late ? 0 : since;
 }
-
-MK_DEV mk_fault mk_fault_at(const mk_dev *d, uint32_t kind)
-{
-    mk_fault f;
-    f.kind = kind;
-    f.worker = d->worker;
-    f.step = d->step->seq;
-    f.seq = d->in->seq;
-    f.opcode = d->in->opcode;
-    f.layer = d->in->layer;
-    f.vec = f.pub = MK_NONE;
-    f.row = f.packet = f.slice0 = f.expected = f.found = 0;
-    return f;
-}
-
-/* A failed look at a packet of wait `w`. */
-MK_DEV bool mk_packet_spin(const mk_dev *d, mk_spin *s, const mk_wait *w, uint32_t row, uint32_t packet, uint32_t expected, uint32_t found)
+MK_CALL uint64_t mk_packet_late(const mk_wait *w, uint32_t row, uint32_t packet, uint32_t expected, uint32_t found, uint64_t since)
 {
     bool late;
-    if (mk_spin_on(d->a, s, &late)) return true;
-    if (late) {
-        mk_fault f = mk_fault_at(d, MK_FAULT_PACKET);
-        f.vec = w->vec;
-        f.pub = w->pub;
-        f.slice0 = w->slice0;
-        f.row = row;
-        f.packet = packet;
-        f.expected = expected;
-        f.found = found;
-        mk_fault_report(d->a, f);
+    since = mk_patience(since, &late);
+    if (late) { /* the wait is a field of its instruction */
+        uint32_t slot = (uint32_t)((const uint8_t *)w - (const uint8_t *)mk_sh()->insn) / sizeof(mk_insn);
+        mk_fault_report(&mk_sh()->insn[slot], MK_FAULT_PACKET, w, row, packet, expected, found);
     }
-    return false;
+    return since;
+}
+MK_CALL uint64_t mk_wait_late(const mk_insn *in, uint32_t kind, const mk_wait *w, uint32_t expected, uint32_t found, uint64_t since)
+{
+    bool late;
+    since = mk_patience(since, &late);
+    if (late) mk_fault_report(in, kind, w, 0, 0, expected, found);
+    return since;
+}
+
+/* A failed look at a packet of wait `w`; false: give up. */
+MK_DEV bool mk_packet_spin(mk_spin *s, const mk_wait *w, uint32_t row, uint32_t packet, uint32_t expected, uint32_t found)
+{
+    if (++s->n & 255u) return true;
+    return (s->since = mk_packet_late(w, row, packet, expected, found, s->since)) != 0;
 }
 
 /* Waits for a phase of a stage's barrier; on abort it returns anyway. */
 MK_DEV void mk_stage_wait(const mk_dev *d, uint32_t bar, uint32_t parity, uint32_t kind)
 {
     mk_spin s = {0, 0};
-    while (!mk_mbar_try(bar, parity)) {
-        bool late;
-        if (mk_spin_on(d->a, &s, &late)) continue;
-        if (late) mk_fault_report(d->a, mk_fault_at(d, kind));
-        return;
-    }
+    while (!mk_mbar_try(bar, parity))
+        if (!(++s.n & 255u) && !(s.since = mk_wait_late(d->in, kind, (const mk_wait *)0, 0, 0, s.since))) return;
 }
 
 /* Waits for a BULK vector; all compute threads call it, and may then read the vector with loads that bypass L1. */
@@ -326,19 +376,8 @@ MK_DEV void mk_bulk_wait(const mk_dev *d, const mk_wait *w)
         const mk_vec *v = &d->sh->vec[w->vec];
         uint32_t target = mk_counter_target(v, d->step->seq, w->pub), found;
         mk_spin s = {0, 0};
-        while ((int32_t)((found = mk_load_acquire(d->a->counter + v->counter)) - target) < 0) {
-            bool late;
-            if (mk_spin_on(d->a, &s, &late)) continue;
-            if (late) {
-                mk_fault f = mk_fault_at(d, MK_FAULT_COUNTER);
-                f.vec = w->vec;
-                f.pub = w->pub;
-                f.expected = target;
-                f.found = found;
-                mk_fault_report(d->a, f);
-            }
-            break;
-        }
+        while ((int32_t)((found = mk_load_acquire(d->a->counter + v->counter)) - target) < 0)
+            if (!(++s.n & 255u) && !(s.since = mk_wait_late(d->in, MK_FAULT_COUNTER, w, target, found, s.since))) break;
     }
     mk_sync();
 }
@@ -427,18 +466,27 @@ MK_DEV uint32_t mk_find_slice(const uint32_t *start, uint32_t n, uint32_t first,
     return lo;
 }
 
-/* One warp reads values [first, first + n) of one row of wait `w` and hands each to store(index, value). The values must lie within the
- * slices of the wait. */
-template <class F> MK_DEV void mk_warp_read(const mk_dev *d, const mk_wait *w, uint32_t row, uint32_t first, uint32_t n, F store)
+/* One packet of a wait, from memory or, on abort, as it is. */
+MK_DEV uint4 mk_packet_wait(const uint4 *p, const mk_wait *w, uint32_t row, uint32_t packet, uint32_t epoch)
 {
-    const mk_vec *v = &d->sh->vec[w->vec];
-    const uint32_t *start = d->a->start + v->start_index + w->slice0;
-    const uint4 *base = mk_wait_packets(d, w, v, row);
-    uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
-    uint32_t s0 = mk_find_slice(start, w->nslice, first, d->lane);
-    mk_divisor by = mk_div_by(sp);
     mk_spin spin = {0, 0};
-    for (uint32_t i = d->lane, more = 1; __any_sync(0xffffffffu, more); i += 32) {
+    uint4 q = mk_packet_load(p);
+    while (q.w != epoch && mk_packet_spin(&spin, w, row, packet, epoch, q.w)) q = mk_packet_load(p);
+    return q;
+}
+
+/* One warp reads values [first, first + n) of one row of wait `w` into shared memory. The values must lie within the slices of the wait. */
+MK_CALL void mk_warp_read(const mk_wait *w, uint32_t row, uint32_t first, uint32_t n, float *dst)
+{
+    const mk_shared *sh = mk_sh();
+    const mk_gpu_args *a = &sh->args;
+    const mk_vec *v = &sh->vec[w->vec];
+    const uint32_t *start = a->start + v->start_index + w->slice0;
+    const uint32_t seq = sh->step.seq, epoch = mk_epoch(a->epoch0, seq, w->pub), sp = v->slice_packets, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
+    const uint4 *base = (const uint4 *)(a->exchange + mk_packet_offset(v, mk_half(v, seq, w->pub), row, w->slice0));
+    const uint32_t lane = threadIdx.x % 32, s0 = mk_find_slice(start, w->nslice, first, lane);
+    const mk_divisor by = mk_div_by(sp);
+    for (uint32_t i = lane, more = 1; __any_sync(0xffffffffu, more); i += 32) {
         uint32_t s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
         more = s < w->nslice;
         if (!more) continue;
@@ -446,16 +494,15 @@ template <class F> MK_DEV void mk_warp_read(const mk_dev *d, const mk_wait *w, u
         more = st < first + n;
         uint32_t hi = end < first + n ? end : first + n;
         if (!more || at >= hi || at + vpp <= first) continue;
-        uint4 x = mk_packet_load(base + s * sp + p);
-        while (x.w != epoch && mk_packet_spin(d, &spin, w, row, s * sp + p, epoch, x.w)) x = mk_packet_load(base + s * sp + p);
-        uint32_t word[3] = {x.x, x.y, x.z};
+        const uint4 x = mk_packet_wait(base + s * sp + p, w, row, s * sp + p, epoch);
+        const uint32_t word[3] = {x.x, x.y, x.z};
 #pragma unroll
         for (uint32_t k = 0; k < 6; k++) {
             if (k >= vpp || at + k < first || at + k >= hi) continue;
-            uint32_t b = f32 ? word[k % 3] : word[k / 2] >> (16 * (k & 1));
-            store(at + k - first, f32 ? __uint_as_float(b) : mk_bf16_value(b));
+            dst[at + k - first] = f32 ? __uint_as_float(word[k % 3]) : mk_bf16_value((word[k / 2] >> (16 * (k & 1))) & 0xffffu);
         }
     }
+    __syncwarp();
 }
 
 /* Where slice `slice` of the instruction's signal goes, for one row. */

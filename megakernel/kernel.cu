@@ -25,56 +25,84 @@
 
 /* ---- compute -------------------------------------------------------------------------------------------------------- */
 
-MK_DEV void compute(const mk_gpu_args *a, mk_shared *sh, uint8_t *local, const uint8_t *stages)
+/* The two opcodes of the static tape share their loop. */
+MK_DEV void mk_matrix_run(mk_dev *d)
 {
-    mk_dev d;
-    d.a = a;
-    d.sh = sh;
-    d.local = local;
-    d.step = &sh->step;
-    d.worker = blockIdx.x;
-    d.tid = threadIdx.x;
-    d.warp = threadIdx.x / 32;
-    d.lane = threadIdx.x % 32;
-    d.tape.full = mk_smem(sh->static_full);
-    d.tape.empty = mk_smem(sh->static_empty);
-    d.tape.stage = stages;
-    d.tape.n = a->static_stages;
-    d.expert.full = mk_smem(sh->expert_full);
-    d.expert.empty = mk_smem(sh->expert_empty);
-    d.expert.stage = stages + a->static_stages * MK_STAGE_STRIDE;
-    d.expert.n = MK_EXPERT_STAGES;
-    d.tape.at = d.tape.parity = d.expert.at = d.expert.parity = 0;
-    d.staged.valid = 0;
-    d.parity = d.route_parity = 0;
+    const bool head = d->in->opcode == MK_OP_LM_HEAD;
+    mk_tile t;
+    mk_input x;
+    if (head)
+        mk_lm_head_describe(d->in, &t, &x);
+    else
+        mk_gemv_describe(d->in, &t, &x);
+    if (!head || d->step->any_logits) {
+        float acc[4] = {0, 0, 0, 0};
+        mk_gathered_product(d, &x, &t, acc);
+        mk_red_put(d, 0, acc);
+        mk_sync();
+    }
+    if (head)
+        mk_lm_head_finish(d, &t);
+    else
+        mk_gemv_finish(d, &t);
+}
+
+/* One function an opcode: each has the registers for itself. */
+#define OPCODE(name)                                                                                                   \
+    MK_CALL void run_##name(const mk_insn *in, mk_memo *m)                                                             \
+    {                                                                                                                  \
+        mk_dev d;                                                                                                      \
+        mk_dev_enter(&d, in, m);                                                                                       \
+        mk_##name##_run(&d);                                                                                           \
+        mk_dev_leave(&d, m);                                                                                           \
+    }
+OPCODE(embed)
+OPCODE(matrix)
+OPCODE(conv_step)
+OPCODE(delta_step)
+OPCODE(kv_append)
+OPCODE(mla_partial)
+OPCODE(combine)
+OPCODE(route)
+OPCODE(expert_up)
+OPCODE(expert_down)
+OPCODE(sample)
+OPCODE(schedule)
+
+MK_DEV void compute(void)
+{
+    mk_shared *sh = mk_sh();
+    const mk_gpu_args *a = &sh->args;
+    mk_memo m;
+    memset(&m, 0, sizeof m);
 
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
-    uint32_t last = a->queue[d.worker + 1];
-    if (d.tid == 0 && last > a->queue[d.worker] && a->insn[last - 1].opcode == MK_OP_SCHEDULE) mk_schedule_next(a);
+    uint32_t first = a->queue[blockIdx.x], end = a->queue[blockIdx.x + 1];
+    if (threadIdx.x == 0 && end > first && a->insn[end - 1].opcode == MK_OP_SCHEDULE) mk_schedule_next();
     __syncwarp();
 
     for (uint32_t n = 0;; n++) {
         uint32_t slot = n % MK_INSN_RING, parity = n / MK_INSN_RING & 1;
         while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), parity)) {}
-        d.in = &sh->insn[slot];
-        switch (d.in->opcode) {
-        case MK_OP_EMBED: mk_embed_run(&d); break;
-        case MK_OP_GEMV: mk_gemv_run(&d); break;
-        case MK_OP_CONV_STEP: mk_conv_step_run(&d); break;
-        case MK_OP_DELTA_STEP: mk_delta_step_run(&d); break;
-        case MK_OP_KV_APPEND: mk_kv_append_run(&d); break;
-        case MK_OP_MLA_PARTIAL: mk_mla_partial_run(&d); break;
-        case MK_OP_COMBINE: mk_combine_run(&d); break;
-        case MK_OP_ROUTE: mk_route_run(&d); break;
-        case MK_OP_EXPERT_UP: mk_expert_up_run(&d); break;
-        case MK_OP_EXPERT_DOWN: mk_expert_down_run(&d); break;
-        case MK_OP_LM_HEAD: mk_lm_head_run(&d); break;
-        case MK_OP_SAMPLE: mk_sample_run(&d); break;
-        case MK_OP_SCHEDULE: mk_schedule_run(&d); break;
+        const mk_insn *in = &sh->insn[slot];
+        switch (in->opcode) {
+        case MK_OP_EMBED: run_embed(in, &m); break;
+        case MK_OP_GEMV:
+        case MK_OP_LM_HEAD: run_matrix(in, &m); break;
+        case MK_OP_CONV_STEP: run_conv_step(in, &m); break;
+        case MK_OP_DELTA_STEP: run_delta_step(in, &m); break;
+        case MK_OP_KV_APPEND: run_kv_append(in, &m); break;
+        case MK_OP_MLA_PARTIAL: run_mla_partial(in, &m); break;
+        case MK_OP_COMBINE: run_combine(in, &m); break;
+        case MK_OP_ROUTE: run_route(in, &m); break;
+        case MK_OP_EXPERT_UP: run_expert_up(in, &m); break;
+        case MK_OP_EXPERT_DOWN: run_expert_down(in, &m); break;
+        case MK_OP_SAMPLE: run_sample(in, &m); break;
+        case MK_OP_SCHEDULE: run_schedule(in, &m); break;
         default: return;
         }
         __syncwarp();
-        if (d.lane == 0) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
+        if (threadIdx.x % 32 == 0) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
     }
 }
 
@@ -191,10 +219,10 @@ MK_DEV void feed_drain(const mk_feed *f)
         while (!mk_mbar_try(f->full + 8 * i, i < f->at ? f->parity : f->parity ^ 1)) {}
 }
 
-MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh, const uint8_t *stages)
+MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, first = a->seg_first[worker], end = a->seg_first[worker + 1];
-    mk_feed f = {mk_smem(sh->static_full), mk_smem(sh->static_empty), mk_smem(stages), a->static_stages, 0, 0, mk_evict_first(), sh};
+    mk_feed f = {mk_smem(sh->static_full), mk_smem(sh->static_empty), mk_smem(mk_stages()), a->static_stages, 0, 0, mk_evict_first(), sh};
     bool on = first < end;
     for (uint32_t seq = 0; on; seq++)
         for (uint32_t i = first; i < end && on; i++) {
@@ -209,10 +237,10 @@ MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh, const uint8_t *st
     feed_drain(&f);
 }
 
-MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh, const uint8_t *local, const uint8_t *stages)
+MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, first = a->expert_first[worker], end = a->expert_first[worker + 1];
-    mk_feed f = {mk_smem(sh->expert_full), mk_smem(sh->expert_empty), mk_smem(stages), MK_EXPERT_STAGES, 0, 0, mk_evict_first(), sh};
+    mk_feed f = {mk_smem(sh->expert_full), mk_smem(sh->expert_empty), mk_smem(mk_stages() + a->static_stages * MK_STAGE_STRIDE), MK_EXPERT_STAGES, 0, 0, mk_evict_first(), sh};
     uint32_t parity = 0;
     bool on = first < end;
     while (on) {
@@ -225,7 +253,7 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh, const uint8_t *l
                 any = 1;
                 while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !sh->leave;
                 parity ^= 1;
-                routes = (const mk_routes *)(local + sh->vec[in->signal_vec].offset);
+                routes = (const mk_routes *)(mk_local_memory() + sh->vec[in->signal_vec].offset);
                 n_union = on ? routes->n_union : 0;
             } else {
                 const mk_expert e = in->expert;
@@ -249,12 +277,9 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh, const uint8_t *l
 
 /* ---- the kernel ----------------------------------------------------------------------------------------------------- */
 
-extern __shared__ __align__(128) uint8_t mk_dynamic[];
-
 __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_constant__ mk_gpu_args a)
 {
-    mk_shared *sh = (mk_shared *)mk_dynamic;
-    uint8_t *local = mk_dynamic + sizeof(mk_shared), *stages = local + ((a.local_bytes + 127) & ~127u);
+    mk_shared *sh = mk_sh();
     const uint32_t warp = threadIdx.x / 32;
 
     if (threadIdx.x == 0) {
@@ -275,19 +300,20 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
         sh->leave = 0;
+        sh->args = a;
     }
     for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 4; i += MK_THREADS) ((uint32_t *)sh->vec)[i] = ((const uint32_t *)a.vec)[i];
     __syncthreads();
 
     if (warp < MK_WARPS) {
-        compute(&a, sh, local, stages);
+        compute();
     } else if (warp == MK_WARP_CONTROL) {
-        control(&a, sh);
+        control(&sh->args, sh);
     } else if (threadIdx.x % 32 == 0) {
         if (warp == MK_WARP_STATIC)
-            stream_static(&a, sh, stages);
+            stream_static(&sh->args, sh);
         else
-            stream_experts(&a, sh, local, stages + a.static_stages * MK_STAGE_STRIDE);
+            stream_experts(&sh->args, sh);
     }
 }
 

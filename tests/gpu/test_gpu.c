@@ -20,6 +20,7 @@
 #define VOCAB  515
 #define SLOTS  8
 #define LONG   2000
+#define NOISE  0.1f /* logits this close may change places: bf16 activations, tests/oracle/README.md */
 
 static uint32_t workers, timeout_ms = 2000;
 static int quick;
@@ -47,6 +48,8 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+static machine *current; /* for the clean-up after a failure: a resident kernel would block the next test */
+
 static void *zeroed(uint64_t bytes)
 {
     void *p = calloc(1, bytes ? bytes : 64);
@@ -62,6 +65,7 @@ static void *zeroed(uint64_t bytes)
 static machine *machine_open(const machine_config *c)
 {
     machine *m = zeroed(sizeof *m);
+    current = m;
     mk_err err = {0};
     mk_checkpoint *ck;
     mk_validation val;
@@ -99,7 +103,15 @@ static void machine_close(machine **pm)
     mk_model_destroy(&m->model);
     free(m->ev);
     free(m);
-    *pm = NULL;
+    *pm = current = NULL;
+}
+
+static int clean(void **state)
+{
+    (void)state;
+    if (current) mk_gpu_destroy(&current->gpu);
+    current = NULL;
+    return 0;
 }
 
 static void put(machine *m, mk_submit s)
@@ -325,7 +337,8 @@ static void greedy(void **state)
         assert_non_null(t);
         assert_int_equal(t->position, PROMPT + same);
         if (t->token == (uint32_t)g.greedy[same]) continue;
-        assert_true(g.greedy_margin[same] < 0.02f); /* from here on another text */
+        print_message("token %u differs; the golden's margin there is %.3f\n", same, g.greedy_margin[same]);
+        assert_true(g.greedy_margin[same] < NOISE); /* from here on another text */
         break;
     }
     print_message("%u of %u greedy tokens are the golden's\n", same, n);
@@ -516,8 +529,9 @@ int main(int argc, char **argv)
     snprintf(path, sizeof path, "%s/gpu-w%u.json", getenv("OUT") ? getenv("OUT") : ".", workers);
     if (!(report = fopen(path, "w"))) return 6;
     fprintf(report, "{\"device\": \"%s\", \"sms\": %u, \"workers\": %u, \"results\": [\n", info.name, info.sms, workers);
-    const struct CMUnitTest tests[] = {cmocka_unit_test(oracle), cmocka_unit_test(greedy), cmocka_unit_test(invariance),
-                                       cmocka_unit_test(long_generation), cmocka_unit_test(hang)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test_teardown(oracle, clean), cmocka_unit_test_teardown(greedy, clean),
+                                       cmocka_unit_test_teardown(invariance, clean), cmocka_unit_test_teardown(long_generation, clean),
+                                       cmocka_unit_test_teardown(hang, clean)};
     int failed = cmocka_run_group_tests_name("gpu", tests, NULL, NULL);
     fprintf(report, "  {\"failed_tests\": %d}\n]}\n", failed);
     fclose(report);
