@@ -91,7 +91,7 @@ ASAN    := BUILD=$(BUILD)/asan CFLAGS='-O2 -g' SAN='-fsanitize=address,undefined
 test:
 	+@$(MAKE) --no-print-directory -j$(JOBS) tests
 	+@$(MAKE) --no-print-directory -j$(JOBS) $(ASAN) tests
-	@tests/run.sh $(BUILD) $(BUILD)/asan
+	@tests/run.sh $(BUILD)/asan $(BUILD)
 asan:
 	+@$(MAKE) --no-print-directory -j$(JOBS) $(ASAN) tests
 	@tests/run.sh $(BUILD)/asan
