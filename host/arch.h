@@ -82,6 +82,21 @@ typedef struct mk_rope {
     float inv_freq[128]; /* [dim / 2] */
 } mk_rope;
 void mk_cfg_rope(mk_cfg *c, uint32_t dim, mk_rope *r);
+/* The same for attention with whole heads of `dim` values, of which partial_rotary_factor turn (`part` when absent). Types: default,
+ * llama3. */
+void mk_cfg_rope_head(mk_cfg *c, uint32_t dim, double part, mk_rope *r);
+
+/* host/arch_gqa.c */
+typedef struct mk_gqa_shape {
+    uint32_t heads, kv_heads, dim;
+    int gated;                     /* rows of q_proj are [q | gate] a head */
+    int normed;                    /* q_norm and k_norm exist, weights stored as 1 less */
+    float eps;                     /* theirs */
+    mk_rope rope;
+} mk_gqa_shape;
+/* num_attention_heads, num_key_value_heads, head_dim (hidden / heads when absent), rope; `part`: see mk_cfg_rope_head. */
+void mk_cfg_gqa(mk_cfg *c, uint32_t hidden, double part, mk_gqa_shape *k);
+int mk_fill_gqa(const mk_gqa_shape *k, uint32_t layer, uint32_t hidden, mk_gqa_mixer *a);
 
 void mk_norm_set(mk_norm *n, uint32_t width, float eps, uint32_t layer, const char *name);
 /* rope NULL: nothing is rotated. MK_E_SYSTEM: out of memory. */
@@ -106,6 +121,7 @@ typedef struct mk_arch {
     const mk_alias *alias; /* ends with {NULL, NULL} */
 } mk_arch;
 
-extern const mk_arch mk_arch_kimi_linear, mk_arch_deepseek_v3, mk_arch_glm4_moe_lite;
+extern const mk_arch mk_arch_kimi_linear, mk_arch_deepseek_v3, mk_arch_glm4_moe_lite, mk_arch_llama;
+extern const mk_arch mk_arch_qwen3_next, mk_arch_qwen3_5_moe, mk_arch_qwen3_5_moe_vl, mk_arch_qwen3_5, mk_arch_qwen3_5_vl;
 
 #endif

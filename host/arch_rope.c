@@ -45,6 +45,63 @@ static void read_yarn(mk_cfg *s, mk_rope *r)
     }
 }
 
+/* Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended. */
+static void read_llama3(mk_cfg *s, mk_rope *r)
+{
+    double factor = mk_cfg_num(s, "factor", 1, 1e6), low = mk_cfg_num(s, "low_freq_factor", 1e-6, 1e6), high = mk_cfg_num(s, "high_freq_factor", 1e-6, 1e6);
+    double original = mk_cfg_int(s, "original_max_position_embeddings", 1, 1u << 30);
+    if (!s->rc && low >= high) mk_cfg_fail(s, "high_freq_factor", "is %g, expected more than low_freq_factor (%g)", high, low);
+    if (s->rc) return;
+    plain(r);
+    for (uint32_t i = 0; i < r->dim / 2; i++) {
+        float f = r->inv_freq[i], wave = (float)tau / f;
+        if (wave > (float)(original / low)) {
+            r->inv_freq[i] = f / (float)factor;
+        } else if (wave >= (float)(original / high)) {
+            float smooth = ((float)original / wave - (float)low) / (float)(high - low);
+            r->inv_freq[i] = (1.0f - smooth) * f / (float)factor + smooth * f;
+        }
+    }
+}
+
+/* A part of the head's dimensions turns: the field, here or among the rope parameters; `absent` in neither. */
+static double read_part(mk_cfg *c, mk_cfg *s, double absent)
+{
+    double a = mk_cfg_num_or(c, "partial_rotary_factor", 0, 1, -1), b = s ? mk_cfg_num_or(s, "partial_rotary_factor", 0, 1, -1) : -1;
+    if (!c->rc && a >= 0 && b >= 0 && (a < b || a > b)) mk_cfg_fail(c, "partial_rotary_factor", "is %g, in rope_parameters it is %g", a, b);
+    return b >= 0 ? b : a >= 0 ? a : absent;
+}
+
+void mk_cfg_rope_head(mk_cfg *c, uint32_t dim, double part, mk_rope *r)
+{
+    mk_cfg s;
+    memset(r, 0, sizeof *r);
+    r->attention = r->mscale = 1;
+    double theta = mk_cfg_num_or(c, "rope_theta", 1.0001, 1e12, 0);
+    int have = mk_cfg_object(c, "rope_parameters", &s), llama3 = 0;
+    if (have && json_is_object(json_object_get(c->obj, "rope_scaling"))) mk_cfg_fail(c, "rope_parameters", "and rope_scaling: expected one of them");
+    if (!have) have = mk_cfg_object(c, "rope_scaling", &s);
+    r->theta = have ? mk_cfg_num_or(&s, "rope_theta", 1.0001, 1e12, theta) : theta;
+    part = read_part(c, have ? &s : NULL, part);
+    r->dim = (uint32_t)(dim * part);
+    if (!c->rc && (!have || !s.rc)) {
+        if (theta > 0 && (r->theta < theta || r->theta > theta)) mk_cfg_fail(&s, "rope_theta", "is %g, outside it is %g", r->theta, theta);
+        else if (r->theta <= 0) mk_cfg_fail(have ? &s : c, "rope_theta", "is missing");
+        else if (!r->dim || r->dim % 2 || r->dim / 2 > sizeof r->inv_freq / sizeof *r->inv_freq)
+            mk_cfg_fail(c, "partial_rotary_factor", "is %g of %u dimensions, expected an even number of them up to 256", part, dim);
+    }
+    if (have) {
+        const json_t *type = json_object_get(s.obj, "rope_type");
+        if (!type) type = json_object_get(s.obj, "type");
+        llama3 = json_is_string(type) && !strcmp(json_string_value(type), "llama3");
+        mk_cfg_expect(&s, "rope_type|type", "\"default\"|\"llama3\"");
+        mk_cfg_ignore(&s, "mrope_section|mrope_interleaved"); /* text: the three positions of a token are equal */
+        if (llama3 && !c->rc) read_llama3(&s, r);
+        mk_cfg_done(&s, c);
+    }
+    if (!c->rc && !llama3) plain(r);
+}
+
 void mk_cfg_rope(mk_cfg *c, uint32_t dim, mk_rope *r)
 {
     mk_cfg s;

@@ -13,7 +13,8 @@
 #include "host/quant.h"
 #include "megakernel/rings.h"
 
-static const mk_arch *const archs[] = {&mk_arch_kimi_linear, &mk_arch_deepseek_v3, &mk_arch_glm4_moe_lite};
+static const mk_arch *const archs[] = {&mk_arch_kimi_linear, &mk_arch_deepseek_v3, &mk_arch_glm4_moe_lite, &mk_arch_llama,
+                                      &mk_arch_qwen3_next, &mk_arch_qwen3_5_moe, &mk_arch_qwen3_5_moe_vl, &mk_arch_qwen3_5, &mk_arch_qwen3_5_vl};
 #define N_ARCHS (sizeof archs / sizeof *archs)
 
 static const mk_arch *find_arch(const char *name)
@@ -31,7 +32,7 @@ static const mk_arch *read_arch(mk_cfg *c, mk_model *m)
     const char *name = json_is_array(v) ? json_string_value(json_array_get(v, 0)) : NULL;
     const mk_arch *a = name ? find_arch(name) : NULL;
     if (!a) {
-        char known[256] = "";
+        char known[512] = "";
         for (size_t i = 0; i < N_ARCHS; i++)
             snprintf(known + strlen(known), sizeof known - strlen(known), "%s%s", i ? ", " : "", archs[i]->name);
         char *text = v ? json_dumps(v, JSON_ENSURE_ASCII | JSON_COMPACT | JSON_ENCODE_ANY) : NULL;

@@ -179,7 +179,7 @@ static void refused_by_name(void **s)
 {
     (void)s;
     static const char *const bad[][3] = {
-        {"architectures", "[\"LlamaForCausalLM\"]", "architectures is [\"LlamaForCausalLM\"], supported: KimiLinearForCausalLM"},
+        {"architectures", "[\"MistralForCausalLM\"]", "architectures is [\"MistralForCausalLM\"], supported: KimiLinearForCausalLM"},
         {"architectures", NULL, "architectures is missing, supported: Kimi"},
         {"architectures", "[]", "architectures is [], supported"},
         {"architectures", "\"KimiLinearForCausalLM\"", "architectures is \"Kimi"},

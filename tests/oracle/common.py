@@ -91,8 +91,9 @@ class Checkpoint:
         """Two shards, cut at half the bytes and on purpose between a weight and its scale."""
         sizes = {name: t.numel() * t.element_size() for name, t in self.tensors.items()}
         total, done, shards = sum(sizes.values()), 0, [{}, {}]
+        fp8 = any(name.endswith("_scale_inv") for name in self.tensors)
         for name, t in self.tensors.items():
-            if not shards[1] and done >= total / 2 and name.endswith("_scale_inv"):
+            if not shards[1] and done >= total / 2 and (name.endswith("_scale_inv") or not fp8):
                 shards[1][name] = t
             else:
                 shards[1 if shards[1] else 0][name] = t
@@ -154,6 +155,7 @@ def load_reference(directory, dtype=torch.float32, skip=None):
     """
     config = json.loads((directory / "config.json").read_text())
     config.pop("quantization_config", None)
+    config = config.get("text_config", config)
     plain = plain_tensors(read_checkpoint(directory))
     plain = {k: v for k, v in plain.items() if not (skip and k.startswith(skip))}
     with tempfile.TemporaryDirectory() as tmp:
@@ -165,7 +167,7 @@ def load_reference(directory, dtype=torch.float32, skip=None):
             output_loading_info=True)
     bad = {k: v for k, v in info.items() if v}
     assert not bad, f"load: {bad}"
-    count = sum(t.numel() for t in model.state_dict().values())
+    count = sum({t.data_ptr(): t.numel() for t in model.state_dict().values()}.values())  # tied ones once
     assert count == sum(t.numel() for t in plain.values()), "the model has other elements than the checkpoint"
     return model.eval()
 

@@ -1,0 +1,160 @@
+"""A tiny random Llama checkpoint and its golden, made with Hugging Face transformers in float32.
+
+    make_llama.py              write llama/ (checkpoint and golden.safetensors), then check it
+    make_llama.py --check      recompute everything from the committed checkpoint and compare, writing nothing
+    make_llama.py --mistakes   how much typical mistakes change the logits (README.md, "Negative controls")
+
+Field and tensor names are those of meta-llama/Llama-3.2-1B; the head size (64), tied embeddings, BF16 storage and llama3 rotation are
+real, the rest is cut down: the hidden size is 13/16 of a K block of 256, the vocabulary is odd. The rotation's original context is 64 tokens
+so that a prompt of 300 meets all three kinds of wavelength.
+"""
+
+import argparse
+import copy
+import json
+import pathlib
+
+import common
+import torch
+
+HERE = pathlib.Path(__file__).resolve().parent
+OUT = HERE / "llama"
+SEED = 20266
+
+HIDDEN, LAYERS, VOCAB, FFN = 208, 3, 387, 288
+HEADS, KV, DIM = 4, 2, 64
+BOS, EOS, EOT = 384, 385, 386
+PROMPT, GREEDY = 300, 64
+GREEDY_MARGIN, GREEDY_DISTINCT = 0.021, 12
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": BOS,
+    "eos_token_id": [EOS, EOT],
+    "head_dim": DIM,
+    "hidden_act": "silu",
+    "hidden_size": HIDDEN,
+    "initializer_range": 0.02,
+    "intermediate_size": FFN,
+    "max_position_embeddings": 4096,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KV,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-3,  # published: 1e-5; larger, so that a wrong eps shows
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": VOCAB,
+}
+GENERATION_CONFIG = {"bos_token_id": BOS, "do_sample": True, "eos_token_id": [EOS, EOT], "temperature": 0.6, "top_p": 0.9}
+
+
+def make_checkpoint():
+    ck = common.Checkpoint(SEED)
+
+    def norm(name, n):
+        ck.bf16(name + ".weight", ck.uniform(0.6, 1.4, n))
+
+    # Tied: logits of standard deviation 2. A token's own logit must not always win: the final norm has weights of both signs.
+    ck.bf16("model.embed_tokens.weight", ck.matrix(VOCAB, HIDDEN, 2.0))
+    for i in range(LAYERS):
+        p = f"model.layers.{i}"
+        norm(f"{p}.input_layernorm", HIDDEN)
+        ck.bf16(f"{p}.self_attn.q_proj.weight", ck.matrix(HEADS * DIM, HIDDEN, 1.2))
+        ck.bf16(f"{p}.self_attn.k_proj.weight", ck.matrix(KV * DIM, HIDDEN, 1.2))
+        ck.bf16(f"{p}.self_attn.v_proj.weight", ck.matrix(KV * DIM, HIDDEN, 1.0))
+        ck.bf16(f"{p}.self_attn.o_proj.weight", ck.matrix(HIDDEN, HEADS * DIM, 0.12))
+        norm(f"{p}.post_attention_layernorm", HIDDEN)
+        ck.bf16(f"{p}.mlp.gate_proj.weight", ck.matrix(FFN, HIDDEN, 1.5))
+        ck.bf16(f"{p}.mlp.up_proj.weight", ck.matrix(FFN, HIDDEN, 1.0))
+        ck.bf16(f"{p}.mlp.down_proj.weight", ck.matrix(HIDDEN, FFN, 0.1))
+    sign = 2.0 * torch.randint(0, 2, (HIDDEN,), generator=ck.random) - 1
+    ck.bf16("model.norm.weight", sign * ck.uniform(0.6, 1.4, HIDDEN))
+    return ck
+
+
+def load():
+    model = common.load_reference(OUT)
+    return model, common.Oracle(model, [], None)
+
+
+def make():
+    make_checkpoint().save(OUT, CONFIG, GENERATION_CONFIG)
+    _, oracle = load()
+    prompt = oracle.prompt(BOS, PROMPT, BOS, 0, SEED)
+    prompt = oracle.ending(prompt, GREEDY, BOS, GREEDY_MARGIN, 0, GREEDY_DISTINCT, {BOS, EOS, EOT}, SEED)
+    common.write_golden(OUT / "golden.safetensors", common.golden(oracle, prompt, GREEDY), pathlib.Path(__file__).name, SEED)
+
+
+def check():
+    assert json.loads((OUT / "config.json").read_text()) == CONFIG
+    made, stored = make_checkpoint().tensors, common.read_checkpoint(OUT)
+    assert made.keys() == stored.keys()
+    redrawn = all(torch.equal(made[k], stored[k]) for k in made)
+    print(f"weights: {len(stored)} tensors, the seed draws them again bit for bit: {redrawn}")
+    model, oracle = load()
+    print("inv_freq", model.model.rotary_emb.inv_freq.tolist()[:12])
+    prompt = common.load_file(OUT / "golden.safetensors")["prompt"].tolist()
+    common.verify(oracle, OUT, common.golden(oracle, prompt, GREEDY), 0)
+
+
+def mistakes():
+    reference, _ = load()
+    ids = common.load_file(OUT / "golden.safetensors")["prompt"].tolist()
+    run = lambda model: model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    right = run(reference)
+    each = lambda change: lambda m: [change(layer.self_attn) for layer in m.model.layers]
+    plain = 1.0 / 500000.0 ** (torch.arange(0, DIM, 2).float() / DIM)
+    pairs = torch.arange(DIM).view(2, DIM // 2).T.reshape(-1)  # 0 32 1 33 ...: half-split weights read as interleaved
+
+    def interleave(a):
+        for name, heads in ("q_proj", HEADS), ("k_proj", KV):
+            w = getattr(a, name).weight
+            w.copy_(w.view(heads, DIM, -1)[:, pairs.argsort()].reshape_as(w))
+
+    def swap_kv(a):
+        for name in "k_proj", "v_proj":
+            w = getattr(a, name).weight
+            w.copy_(w.roll(DIM, 0))
+
+    edits = {
+        "llama3 scaling missing": lambda m: m.model.rotary_emb.inv_freq.copy_(plain),
+        "rope interleaved instead of half-split": each(interleave),
+        "KV heads swapped": each(swap_kv),
+        "no rotation": lambda m: m.model.rotary_emb.inv_freq.zero_(),
+        "norms with eps 1e-5 instead of 1e-3": lambda m: [setattr(x, "variance_epsilon", 1e-5) for x in m.modules()
+                                                          if hasattr(x, "variance_epsilon")],
+        "softmax scale 1/8 dropped to 1/sqrt(2 * 64)": each(lambda a: setattr(a, "scaling", (2 * DIM) ** -0.5)),
+    }
+    for name, edit in edits.items():
+        model = copy.deepcopy(reference)
+        edit(model)
+        print(f"| {name} | {common.relative(run(model), right):.1e} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--check", action="store_true")
+    group.add_argument("--mistakes", action="store_true")
+    args = parser.parse_args()
+    if args.mistakes:
+        mistakes()
+    else:
+        if not args.check:
+            make()
+        check()
