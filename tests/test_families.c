@@ -1,0 +1,195 @@
+/* The published configurations of the families: each is read, planned for 132 workers and validated; phases are even or say why not; the
+ * bytes of a token are those of models.md section 2. And what is refused, by name. */
+#include "host/planner.h"
+#include "instructions/validate.h"
+#include "tests/support/edit.h"
+#include "tests/support/tmp.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <cmocka.h>
+
+#define CONFIGS "tests/fixtures/configs/"
+
+static mk_model *read_ok(const char *path)
+{
+    mk_model *m = NULL;
+    mk_err err = {0};
+    if (mk_model_read(path, &m, &err)) fail_msg("%s", err.msg);
+    return m;
+}
+
+typedef struct planned {
+    const char *name;
+    enum mk_weights_mode mode;
+    double gb; /* a token at 2,048 of context; models.md section 2, for FP8. 0: not there */
+    uint32_t delta, gqa, moe;
+} planned;
+
+static void plan(const planned *p)
+{
+    char path[256];
+    snprintf(path, sizeof path, CONFIGS "%s/config.json", p->name);
+    mk_model *m = read_ok(path);
+    mk_plan *plan = NULL;
+    mk_validation v;
+    mk_err err = {0};
+    mk_plan_config c = {.workers = 132, .max_context = 2048, .kv_pages = 32, .state_slots = 1, .smem_limit = 227 * 1024};
+    uint32_t delta = 0, gqa = 0, moe = 0;
+    for (uint32_t l = 0; l < m->layers; l++) {
+        delta += m->layer[l].mixer == MK_MIX_DELTA;
+        gqa += m->layer[l].mixer == MK_MIX_GQA;
+        moe += m->layer[l].ffn == MK_FFN_MOE;
+    }
+    assert_true(delta == p->delta && gqa == p->gqa && moe == p->moe);
+    if (mk_model_resolve(m, NULL, p->mode, &err) || mk_plan_make(m, &c, &plan, &err) || mk_validate(plan->prog, &v, &err))
+        fail_msg("%s: %s", p->name, err.msg);
+    double worst = 0, bytes = (double)plan->weight_bytes + (double)plan->state_bytes + 2048.0 * (double)plan->kv_bytes_per_token_held;
+    for (size_t i = 0; i < plan->n_phase; i++) {
+        const mk_phase *f = &plan->phase[i];
+        double x = mk_phase_excess(f, 132);
+        if (x > worst) worst = x;
+        if (x > 0.03 && !f->reason) fail_msg("%s: layer %u, phase %s: %.2f %% over the mean", p->name, f->layer, f->name, 100 * x);
+    }
+    print_message("%-22s %8.3f GB a token, worst phase +%.1f %%, %u exchanges\n", p->name, bytes / 1e9, 100 * worst, v.exchanges);
+    if (p->gb > 0) assert_true(fabs(bytes / 1e9 / p->gb - 1) < 0.01);
+    mk_plan_destroy(&plan);
+    mk_model_destroy(&m);
+}
+
+static void published(void **state)
+{
+    (void)state;
+    static const planned all[] = {
+        {"llama-3.2-1b", MK_WEIGHTS_AUTO, 0, 0, 16, 0},
+        {"llama-3.1-8b", MK_WEIGHTS_AUTO, 0, 0, 32, 0},
+        {"qwen3-next-80b-a3b", MK_WEIGHTS_FP8, 4.13, 36, 12, 48},
+        {"qwen3-next-80b-a3b", MK_WEIGHTS_AUTO, 0, 36, 12, 48},
+        {"qwen3-coder-next-fp8", MK_WEIGHTS_AUTO, 4.13, 36, 12, 48},
+        {"qwen3.6-35b-a3b-fp8", MK_WEIGHTS_AUTO, 3.65, 30, 10, 40},
+        {"qwen3.5-122b-a10b-fp8", MK_WEIGHTS_AUTO, 10.18, 36, 12, 48},
+        {"qwen3.5-397b-a17b-fp8", MK_WEIGHTS_AUTO, 17.94, 45, 15, 60},
+        {"qwen3.5-27b-fp8", MK_WEIGHTS_AUTO, 27.36, 48, 16, 0},
+        {"qwen3.5-9b", MK_WEIGHTS_FP8, 9.13, 24, 8, 0},
+        {"qwen3.5-4b", MK_WEIGHTS_FP8, 5.02, 24, 8, 0},
+        {"qwen3.5-0.8b", MK_WEIGHTS_FP8, 0, 18, 6, 0},
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) plan(&all[i]);
+}
+
+static void llama_dimensions(void **state)
+{
+    (void)state;
+    mk_model *m = read_ok(CONFIGS "llama-3.2-1b/config.json");
+    const mk_gqa_mixer *a = &m->layer[15].gqa;
+    assert_true(m->hidden == 2048 && m->layers == 16 && m->vocab == 128256 && m->tied && m->max_context == 131072);
+    assert_string_equal(m->lm_head.tensor, "model.embed_tokens.weight");
+    assert_true(a->heads == 32 && a->kv_heads == 8 && a->dim == 64 && a->rope == 64 && !a->gated && !a->q_norm.gamma.tensor[0]);
+    assert_true(fabsf(a->scale - 0.125f) < 1e-9f && m->layer[3].dense.inter == 8192);
+    /* wavelength 2 pi / f: kept below 8192/4, divided by 32 above 8192/1 */
+    assert_true(a->inv_freq[0] > 0.999f && fabs((double)a->inv_freq[31] * 32 * pow(5e5, 62.0 / 64) - 1) < 1e-5);
+    assert_true(fabs((double)a->inv_freq[10] * pow(5e5, 20.0 / 64) - 1) < 1e-5);
+    assert_true(m->n_stop == 1 && m->stop[0] == 128001 && m->bos == 128000);
+    mk_model_destroy(&m);
+    m = read_ok(CONFIGS "llama-3.1-8b/config.json"); /* no head_dim: hidden / heads */
+    assert_true(m->layer[0].gqa.dim == 128 && !m->tied && m->n_stop == 3);
+    assert_string_equal(m->lm_head.tensor, "lm_head.weight");
+    mk_model_destroy(&m);
+}
+
+static void qwen_dimensions(void **state)
+{
+    (void)state;
+    mk_model *m = read_ok(CONFIGS "qwen3-next-80b-a3b/config.json");
+    const mk_delta_mixer *d = &m->layer[0].delta;
+    const mk_gqa_mixer *a = &m->layer[3].gqa;
+    const mk_moe *e = &m->layer[3].moe;
+    assert_true(d->heads == 32 && d->k_heads == 16 && d->dk == 128 && d->dv == 128 && d->taps == 4 && d->decay == MK_DECAY_HEAD);
+    assert_true(d->gate == MK_GATE_SILU && d->f_a.source == MK_SRC_NONE && d->conv_at[1] == 2048 && d->conv_at[2] == 4096);
+    assert_true(d->q.n == 2048 && d->q.head_n == 128 && d->q.head_stride == 768 && d->z.n == 4096 && d->z.head_off == 512 && d->z.head_n == 256);
+    assert_true(d->b.n == 32 && d->b.head_n == 2 && d->a.head_off == 2 && d->a.head_stride == 4 && d->a.keep_bf16);
+    assert_true(a->heads == 16 && a->kv_heads == 2 && a->dim == 256 && a->rope == 64 && a->gated && a->q.n == 8192 && a->k.n == 512);
+    assert_true(a->q_norm.gamma.add > 0.5f && m->layer[0].in_norm.gamma.add > 0.5f && m->final_norm.gamma.add > 0.5f && d->o_norm.add < 0.5f);
+    assert_true(e->experts == 512 && e->topk == 10 && e->inter == 512 && e->renorm && e->score == MK_SCORE_SOFTMAX && !e->bias.tensor[0]);
+    assert_true(e->shared.inter == 512 && e->shared_gate.n == 1 && e->shared_gate.keep_bf16);
+    assert_string_equal(e->gate.tensor, "model.layers.3.mlp.experts.%u.gate_proj.weight");
+    mk_model_destroy(&m);
+    m = read_ok(CONFIGS "qwen3.6-35b-a3b-fp8/config.json");
+    assert_true(m->n_skipped == 2 && m->fp8_source && m->n_stop == 1 && m->stop[0] == 248044 && m->layers == 40);
+    assert_string_equal(m->skipped[0], "mtp.");
+    assert_string_equal(m->skipped[1], "model.visual.");
+    assert_string_equal(m->layer[0].delta.k.tensor, "model.layers.0.linear_attn.in_proj_qkv.weight");
+    assert_true(m->layer[0].delta.v.head_off == 4096 && m->layer[0].delta.v.head_stride == 8192);
+    mk_model_destroy(&m);
+}
+
+static void refused(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *config, *field, *value, *what;
+    } all[] = {
+        {"llama-3.2-1b", "attention_bias", "true", "attention_bias is true, supported: false"},
+        {"llama-3.2-1b", "mlp_bias", "true", "mlp_bias is true, supported: false"},
+        {"llama-3.2-1b", "hidden_act", "\"gelu\"", "hidden_act is \"gelu\""},
+        {"llama-3.2-1b", "rope_scaling.rope_type", "\"longrope\"", "rope_scaling.rope_type is \"longrope\", supported: \"default\"|\"llama3\""},
+        {"llama-3.2-1b", "rope_scaling.rope_type", "\"dynamic\"", "rope_scaling.rope_type is \"dynamic\""},
+        {"llama-3.2-1b", "rope_scaling.factor", NULL, "rope_scaling.factor is missing"},
+        {"llama-3.2-1b", "rope_scaling.high_freq_factor", "0.5", "rope_scaling.high_freq_factor is 0.5, expected more than"},
+        {"llama-3.2-1b", "rope_theta", NULL, "rope_theta is missing"},
+        {"llama-3.2-1b", "num_key_value_heads", "5", "num_key_value_heads is 5, expected a divisor"},
+        {"llama-3.2-1b", "sliding_window", "4096", "sliding_window is 4096, supported: null"},
+        {"llama-3.2-1b", "head_dim", "72", "head_dim is 72, expected a multiple of 16"},
+        {"llama-3.2-1b", "attn_logit_softcapping", "50.0", "\"attn_logit_softcapping\": unknown field"},
+        {"llama-3.2-1b", "quantization_config", "{\"quant_method\":\"awq\"}", "quantization_config.quant_method is \"awq\""},
+        {"qwen3-next-80b-a3b", "use_sliding_window", "true", "use_sliding_window is true, supported: false"},
+        {"qwen3-next-80b-a3b", "linear_num_value_heads", "24", "linear_num_value_heads is 24, expected a multiple"},
+        {"qwen3-next-80b-a3b", "rope_scaling", "{\"type\":\"yarn\",\"factor\":4.0,\"original_max_position_embeddings\":262144}",
+         "rope_scaling.type is \"yarn\", supported: \"default\"|\"llama3\""},
+        {"qwen3-next-80b-a3b", "partial_rotary_factor", "0.0", "partial_rotary_factor is 0 of 256 dimensions"},
+        {"qwen3-next-80b-a3b", "output_gate_type", "\"sigmoid\"", "output_gate_type is \"sigmoid\", supported: \"silu\""},
+        {"qwen3-next-80b-a3b", "num_experts_per_tok", "17", "num_experts_per_tok is 17, expected an integer in 1..16"},
+        {"qwen3-next-80b-a3b", "text_config", "{}", "\"text_config\": unknown field"},
+        {"qwen3.6-35b-a3b-fp8", "text_config.attn_output_gate", "false", "text_config.attn_output_gate is false, supported: true"},
+        {"qwen3.6-35b-a3b-fp8", "text_config.norm_topk_prob", "false", "text_config.norm_topk_prob is false"},
+        {"qwen3.6-35b-a3b-fp8", "text_config.full_attention_interval", "3", "text_config.layer_types disagrees with full_attention_interval 3"},
+        {"qwen3.6-35b-a3b-fp8", "text_config.rope_parameters.rope_theta", NULL, "rope_theta is missing"},
+        {"qwen3.6-35b-a3b-fp8", "text_config.rope_parameters.rope_type", "\"yarn\"", "rope_type is \"yarn\", supported: \"default\"|\"llama3\""},
+        {"qwen3.6-35b-a3b-fp8", "text_config.mamba_ssm_dtype", "\"bfloat16\"", "text_config.mamba_ssm_dtype is \"bfloat16\", supported: \"float32\""},
+        {"qwen3.6-35b-a3b-fp8", "text_config.indexer_n_heads", "4", "text_config.\"indexer_n_heads\": unknown field"},
+        {"qwen3.6-35b-a3b-fp8", "text_config.tie_word_embeddings", "true", "text_config.tie_word_embeddings is true, supported: false"},
+        {"qwen3.5-9b", "text_config.num_experts", "8", "text_config.\"num_experts\": unknown field"},
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        char from[256], *dir = mk_tmp_dir(), *to = mk_tmp_path(dir, "config.json");
+        snprintf(from, sizeof from, CONFIGS "%s/config.json", all[i].config);
+        size_t n;
+        char *text = mk_tmp_read(from, &n);
+        mk_tmp_write(to, text, n);
+        mk_edit_json(dir, "config.json", all[i].field, all[i].value);
+        mk_err err = {0};
+        mk_model *m = NULL;
+        int rc = mk_model_read(to, &m, &err);
+        if (rc != MK_E_MODEL || !strstr(err.msg, all[i].what)) fail_msg("%s, %s: expected \"%s\", got %d \"%s\"", all[i].config, all[i].field, all[i].what, rc, err.msg);
+        assert_null(m);
+        free(text);
+        free(to);
+        mk_tmp_remove(&dir);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(published),
+        cmocka_unit_test(llama_dimensions),
+        cmocka_unit_test(qwen_dimensions),
+        cmocka_unit_test(refused),
+    };
+    return cmocka_run_group_tests_name("families", tests, NULL, NULL);
+}
