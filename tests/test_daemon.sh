@@ -78,7 +78,7 @@ used_is() {
 }
 
 # ---- flags -------------------------------------------------------------------------------------------------------------
-version() { [[ $("$MKD" --version) =~ ^mkd\ [0-9.]+\ \([0-9a-f]+(-dirty)?\)$ ]]; }
+version() { [[ $("$MKD" --version) =~ ^mkd\ [0-9.]+\ \(([0-9a-f]+(-dirty)?|unknown)\)$ ]]; }
 check "--version says version and commit" version
 check "--help names every flag" eval '"$MKD" --help | grep -q -- "--drain-seconds S"'
 round_trip() {
