@@ -228,7 +228,7 @@ static void delta_run(onestep *o, const tok *t, uint32_t n, float *out)
     }
 }
 
-static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, int act_f32)
+static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, uint32_t gate, int act_f32)
 {
     onestep *o = one_new(2, act_f32);
     uint32_t dtype = act_f32 ? MK_F32 : MK_BF16, nd = decay == MK_DECAY_HEAD ? 1 : dk, width = dv + 1;
@@ -252,7 +252,7 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, int act_f32)
     one_wait(o, dl.fz);
     one_wait(o, dl.low);
     one_to(o, dl.o, 1);
-    o->in.delta = (mk_delta){.dk = (uint16_t)dk, .dv = (uint16_t)dv, .decay = (uint8_t)decay, .f_off = dl.f_off, .z_off = dl.z_off,
+    o->in.delta = (mk_delta){.dk = (uint16_t)dk, .dv = (uint16_t)dv, .decay = (uint8_t)decay, .gate = (uint8_t)gate, .f_off = dl.f_off, .z_off = dl.z_off,
                              .b_off = dl.b_off, .param_off = param_off, .state_off = state_off};
     float *got[CUT_COUNT];
     for (int how = 0; how < CUT_COUNT; how++) {
@@ -291,7 +291,8 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, int act_f32)
                     raw[j] += q[i] * S[i * dv + j];
                 }
                 sq += raw[j] * raw[j];
-                y[j] = raw[j] * (double)param[1 + nd + j] / (1 + exp(-(double)fz[dl.z_off + j]));
+                double z = (double)fz[dl.z_off + j];
+                y[j] = raw[j] * (double)param[1 + nd + j] * (gate == MK_GATE_SILU ? z : 1) / (1 + exp(-z));
             }
             y[dv] = sq;
         }
@@ -313,7 +314,7 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, int act_f32)
         if (e > worst) worst = e;
         one_close("trailer", got[0] + (size_t)i * width + dv, ref + (size_t)i * width + dv, 1, rms_sq, 1e-5);
     }
-    print_message("delta dk %u dv %u decay %u act_f32 %d: max error %.2g of a typical output\n", dk, dv, decay, act_f32, worst);
+    print_message("delta dk %u dv %u decay %u gate %u act_f32 %d: max error %.2g of a typical output\n", dk, dv, decay, gate, act_f32, worst);
     for (int how = 0; how < CUT_COUNT; how++) free(got[how]);
     free(S);
     free(ref);
@@ -323,18 +324,21 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, int act_f32)
 static void test_delta(void **state)
 {
     (void)state;
-    delta_case(16, 8, MK_DECAY_CHANNEL, 1);
-    delta_case(24, 13, MK_DECAY_CHANNEL, 1);
-    delta_case(16, 8, MK_DECAY_CHANNEL, 0);
-    delta_case(16, 40, MK_DECAY_HEAD, 1);
+    delta_case(16, 8, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
+    delta_case(24, 13, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
+    delta_case(16, 8, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0);
+    delta_case(16, 40, MK_DECAY_HEAD, MK_GATE_SIGMOID, 1);
+    delta_case(16, 40, MK_DECAY_HEAD, MK_GATE_SILU, 1);
+    delta_case(16, 40, MK_DECAY_HEAD, MK_GATE_SILU, 0);
 }
 
 static void test_delta_real(void **state)
 {
     (void)state;
-    delta_case(128, 32, MK_DECAY_CHANNEL, 1);
-    delta_case(128, 32, MK_DECAY_CHANNEL, 0);
-    delta_case(128, 128, MK_DECAY_CHANNEL, 1);
+    delta_case(128, 32, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
+    delta_case(128, 32, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0);
+    delta_case(128, 128, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
+    delta_case(128, 128, MK_DECAY_HEAD, MK_GATE_SILU, 1);
 }
 
 /* ---- ROUTE ----------------------------------------------------------------------------------------------------------- */
