@@ -127,6 +127,9 @@ static int run(const mk_options *o, mk_err *err)
     if (rc == MK_OK) {
         char name[256];
         model_name(o->model, name, sizeof name);
+        const mk_model *m = mk_engine_model(e);
+        for (uint32_t i = 0; i < m->n_skipped; i++)
+            if (m->skipped_tensors[i]) mk_log(MK_LOG_INFO, "not used: %u tensors %s*", m->skipped_tensors[i], m->skipped[i]);
         if (o->mode == MK_MODE_CHECK)
             printf("mkd check: ok: model %s device %s streams %u context %u pages %u\n", name, mk_engine_device(e), mk_engine_slots(e),
                    mk_engine_context(e), mk_engine_pages(e));

@@ -507,7 +507,9 @@ static int is_skipped(const resolver *r, const char *name)
     for (uint32_t i = 0; i < r->m->n_skipped; i++) {
         const char *p = r->m->skipped[i];
         if (r->bare && !strncmp(p, "model.", 6)) p += 6;
-        if (!strncmp(name, p, strlen(p))) return 1;
+        if (strncmp(name, p, strlen(p))) continue;
+        r->m->skipped_tensors[i]++;
+        return 1;
     }
     return 0;
 }
@@ -516,6 +518,7 @@ static int check_leftovers(const resolver *r)
 {
     const mk_tensor *first = NULL;
     size_t n = 0;
+    memset(r->m->skipped_tensors, 0, sizeof r->m->skipped_tensors);
     for (size_t i = 0; i < mk_checkpoint_count(r->ck); i++) {
         const mk_tensor *t = mk_checkpoint_at(r->ck, i);
         if (r->used[i] || is_skipped(r, t->name)) continue;

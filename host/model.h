@@ -139,6 +139,7 @@ typedef struct mk_model {
     mk_layer *layer; /* [layers], owned */
     uint32_t n_skipped; /* tensors of the checkpoint that this path does not use, by prefix */
     char skipped[4][MK_NAME];
+    uint32_t skipped_tensors[4]; /* how many there were: mk_model_resolve */
     /* defaults of requests, from generation_config.json over config.json; n_stop <= MK_MAX_STOP */
     uint32_t bos, pad;
     uint32_t n_stop, stop[16];

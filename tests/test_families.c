@@ -78,6 +78,13 @@ static void published(void **state)
         {"qwen3.5-9b", MK_WEIGHTS_FP8, 9.13, 24, 8, 0},
         {"qwen3.5-4b", MK_WEIGHTS_FP8, 5.02, 24, 8, 0},
         {"qwen3.5-0.8b", MK_WEIGHTS_FP8, 0, 18, 6, 0},
+        {"kimi-linear-48b-a3b", MK_WEIGHTS_FP8, 3.60, 20, 0, 26},
+        {"glm-4.7-flash", MK_WEIGHTS_FP8, 4.01, 0, 0, 46},
+        {"glm-4.7-flash", MK_WEIGHTS_AUTO, 0, 0, 0, 46},
+        {"moonlight-16b-a3b", MK_WEIGHTS_FP8, 0, 0, 0, 26},
+        {"moonlight-16b-a3b", MK_WEIGHTS_AUTO, 0, 0, 0, 26},
+        {"deepseek-v3", MK_WEIGHTS_AUTO, 0, 0, 0, 58},
+        {"kimi-k2-instruct", MK_WEIGHTS_AUTO, 0, 0, 0, 60},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) plan(&all[i]);
 }

@@ -11,14 +11,15 @@ static void drafting_layer(void **state)
     (void)state;
     mk_session *s = rig_open(&(mk_session_config){.dir = "tests/oracle/deepseek_v3"});
     assert_int_equal(s->model->n_skipped, 1);
-    assert_string_equal(s->model->skipped[0], "model.layers.3.");
+    assert_int_equal(s->model->skipped_tensors[0], 4); /* enorm, hnorm, eh_proj, shared_head.norm */
+    assert_string_equal(s->model->skipped[0], "model.layers.2.");
     mk_session_close(&s);
     char *dir = mk_tmp_dir();
     mk_err err = {0};
     assert_int_equal(mk_edit_checkpoint("tests/oracle/deepseek_v3", dir, MK_ST_F8_E4M3, NULL, NULL, &err), MK_OK);
     mk_edit_json(dir, "config.json", "num_nextn_predict_layers", "0");
     assert_int_equal(mk_session_open(&(mk_session_config){.dir = dir}, &s, &err), MK_E_MODEL);
-    assert_non_null(strstr(err.msg, "tensor model.layers.3."));
+    assert_non_null(strstr(err.msg, "tensor model.layers.2."));
     assert_non_null(strstr(err.msg, "not part of DeepseekV3ForCausalLM"));
     mk_tmp_remove(&dir);
 }

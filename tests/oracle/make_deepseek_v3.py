@@ -22,11 +22,11 @@ DEEPSEEK = {
     "hidden_act": "silu",
     "hidden_size": 144,
     "initializer_range": 0.02,
-    "intermediate_size": 272,
+    "intermediate_size": 208,
     "kv_lora_rank": 512,
     "max_position_embeddings": 10240,
     "model_type": "deepseek_v3",
-    "moe_intermediate_size": 48,
+    "moe_intermediate_size": 32,
     "moe_layer_freq": 1,
     "n_group": 4,
     "n_routed_experts": 16,
@@ -34,7 +34,7 @@ DEEPSEEK = {
     "norm_topk_prob": True,
     "num_attention_heads": 2,
     "num_experts_per_tok": 3,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "num_nextn_predict_layers": 1,
     "pad_token_id": 386,
@@ -60,10 +60,10 @@ DEEPSEEK = {
     "vocab_size": 387,
 }
 MOONLIGHT = dict(DEEPSEEK, hidden_size=112, intermediate_size=176, moe_intermediate_size=32, n_group=1, topk_group=1, n_routed_experts=8,
-                 norm_topk_prob=False, num_hidden_layers=2, num_nextn_predict_layers=0, q_lora_rank=None, rope_theta=50000.0,
+                 norm_topk_prob=False, num_nextn_predict_layers=0, q_lora_rank=None, rope_theta=50000.0,
                  routed_scaling_factor=2.446, vocab_size=259, bos_token_id=256, eos_token_id=257, pad_token_id=258)
 del MOONLIGHT["rope_scaling"]
 
 if __name__ == "__main__":
-    mla_moe.main(__doc__, [mla_moe.Family(__file__, "deepseek_v3", DEEPSEEK, 20266, 200, query=0.6, head=1.8),
+    mla_moe.main(__doc__, [mla_moe.Family(__file__, "deepseek_v3", DEEPSEEK, 20276, 200, query=0.6, head=1.8),
                            mla_moe.Family(__file__, "moonlight", MOONLIGHT, 20267, 150)])

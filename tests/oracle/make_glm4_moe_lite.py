@@ -24,15 +24,15 @@ CONFIG = {
     "kv_lora_rank": 512,
     "max_position_embeddings": 8192,
     "model_type": "glm4_moe_lite",
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": 48,
     "n_group": 1,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "norm_topk_prob": True,
-    "num_attention_heads": 3,
+    "num_attention_heads": 2,
     "num_experts_per_tok": 2,
     "num_hidden_layers": 2,
-    "num_key_value_heads": 3,
+    "num_key_value_heads": 2,
     "num_nextn_predict_layers": 1,
     "pad_token_id": 323,
     "partial_rotary_factor": 1.0,
@@ -54,4 +54,4 @@ CONFIG = {
 }
 
 if __name__ == "__main__":
-    mla_moe.main(__doc__, [mla_moe.Family(__file__, "glm4_moe_lite", CONFIG, 20268, 200)])
+    mla_moe.main(__doc__, [mla_moe.Family(__file__, "glm4_moe_lite", CONFIG, 20278, 200)])

@@ -10,7 +10,7 @@ import common
 import torch
 
 PROMPT_MARGIN, ROUTER_MARGIN = 2e-2, 1e-3
-GREEDY, GREEDY_MARGIN, GREEDY_ROUTER_MARGIN, GREEDY_DISTINCT = 64, 0.021, 2.1e-3, 24
+GREEDY, GREEDY_MARGIN, GREEDY_ROUTER_MARGIN, GREEDY_DISTINCT = 64, 0.021, 2.1e-3, 20
 QUANTIZATION = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
                 "weight_block_size": [common.BLOCK, common.BLOCK]}
 # The gains are set as in make_kimi_linear.py: a residual stream of 0.2 - 0.4, so that an eps of 1e-3 matters, to which every sublayer

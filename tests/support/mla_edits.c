@@ -25,7 +25,7 @@ void mk_rope_on_halves(void *arg, mk_edit_tensor *t)
     (void)arg;
     if (mk_edit_has(t, "kv_a_proj_with_mqa.weight")) to_halves(t, LATENT);
     if (!mk_edit_has(t, ".q_proj.weight") && !mk_edit_has(t, ".q_b_proj.weight")) return;
-    uint64_t head = t->shape[0] % 256 ? 192 : 256; /* 2 x 192 rows, or 3 x 256 */
+    uint64_t head = t->shape[0] % 256 ? 192 : 256; /* 2 x 192 rows, or 2 x 256 */
     for (uint64_t h = 0; h < t->shape[0]; h += head) to_halves(t, h + head - ROPE);
 }
 
