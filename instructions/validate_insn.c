@@ -52,6 +52,8 @@ int mk_check_reserved(mk_check *c, uint32_t x)
     case MK_OP_KV_APPEND:
     case MK_OP_MLA_PARTIAL:
     case MK_OP_COMBINE: pad = PAD(mla.pad); break;
+    case MK_OP_GQA_APPEND:
+    case MK_OP_GQA_PARTIAL: pad = PAD(gqa.pad); break;
     case MK_OP_ROUTE: pad = PAD(route.pad); break;
     case MK_OP_EXPERT_UP: pad = PAD(expert.pad) | PAD(expert.t) | PAD(expert.n) | PAD(expert.phase); break;
     case MK_OP_EXPERT_DOWN: pad = PAD(expert.pad); break;
