@@ -87,7 +87,8 @@ int mk_engine_open(const mk_engine_config *cfg, mk_engine **out, mk_err *err)
     mk_machine_limits limits;
     int rc = cfg->gpu ? mk_machine_gpu_limits(&limits, err) : MK_OK;
     if (!rc) rc = mk_model_read(cfg->dir, &e->model, err);
-    if (!rc) rc = mk_checkpoint_open(cfg->dir, &e->ck, err);
+    if (cfg->synthetic && !cfg->gpu) rc = mk_fail(err, MK_E_USAGE, "synthetic weights are made on a GPU: --device gpu");
+    if (!rc && !cfg->synthetic) rc = mk_checkpoint_open(cfg->dir, &e->ck, err);
     if (!rc) rc = mk_model_resolve(e->model, e->ck, cfg->weights, err);
     if (!rc) rc = plan_to_fit(e, cfg, cfg->gpu ? &limits : NULL, err);
     if (!rc) rc = mk_validate(e->plan->prog, &val, err);

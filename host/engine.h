@@ -11,6 +11,7 @@ typedef struct mk_engine mk_engine;
 
 typedef struct mk_engine_config {
     const char *dir;          /* checkpoint directory */
+    int synthetic;            /* random weights made on the GPU: `dir` may be a config.json alone */
     int gpu;                  /* run on the GPU; otherwise on the twin */
     uint32_t workers;         /* twin: virtual workers (0: 8); a GPU has as many as it has SMs */
     uint32_t streams;         /* stream slots, 1..1024 */

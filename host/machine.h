@@ -32,7 +32,7 @@ typedef struct mk_machine_config {
     uint32_t slots, context, epoch0;
 } mk_machine_config;
 
-/* Allocates, packs the weights of `ck`. The plan must outlive the machine and its program must have passed the validator. */
+/* Allocates, packs the weights of `ck`. A GPU makes random ones where ck is NULL (megakernel/synth.h). The plan must outlive the machine and its program must have passed the validator. */
 int mk_machine_twin(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **m, mk_err *err);
 int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **m, mk_err *err);
 

@@ -115,6 +115,7 @@ static int run(const mk_options *o, mk_err *err)
     }
     mk_engine_config cfg = {.dir = o->model,
                             .gpu = gpu,
+                            .synthetic = (int)o->synthetic,
                             .workers = o->workers,
                             .streams = o->streams,
                             .context = o->context,

@@ -49,6 +49,8 @@ static const opt table[] = {
      "activations between instructions: bf16, or f32 (CPU twin only: to compare with a reference)"},
     {"device", "KIND", OPT_CHOICE, AT(device), "auto", 0, 0,
      {{"auto", MK_DEVICE_AUTO}, {"cpu", MK_DEVICE_CPU}, {"gpu", MK_DEVICE_GPU}}, "auto (a GPU if one can be used, else the CPU twin), cpu, gpu"},
+    {"synthetic", "yes|no", OPT_CHOICE, AT(synthetic), "no", 0, 0, {{"no", 0}, {"yes", 1}},
+     "random weights made on the GPU, to measure a full-size model: --model may then be a config.json alone"},
     {"log-level", "LEVEL", OPT_CHOICE, AT(log_level), "info", 0, 0,
      {{"error", MK_LOG_ERROR}, {"warn", MK_LOG_WARN}, {"info", MK_LOG_INFO}, {"debug", MK_LOG_DEBUG}}, "error, warn, info, debug"},
     {"log-time", "yes|no", OPT_CHOICE, AT(log_time), "no", 0, 0, {{"no", 0}, {"yes", 1}}, "put the local time in front of log lines"},

@@ -22,6 +22,7 @@ typedef struct mk_options {
     uint32_t weights; /* enum mk_weights_mode */
     uint32_t act;     /* 1: f32 */
     uint32_t device;  /* enum mk_device_choice */
+    uint32_t synthetic; /* 1: random weights */
     uint32_t log_level;
     uint32_t log_time;
     double drain_seconds;

@@ -361,6 +361,20 @@ int mk_gpu_upload(mk_gpu *g, const mk_memory *host, mk_err *err)
     return MK_OK;
 }
 
+void mk_gpu_weights(const mk_gpu *g, mk_memory *device)
+{
+    device->tape = (uint8_t *)g->args.tape;
+    device->expert = (uint8_t *)g->args.expert;
+    device->embed = (uint8_t *)g->args.embed;
+    device->param = (float *)g->args.param;
+}
+
+int mk_gpu_upload_params(mk_gpu *g, const float *values, uint64_t at, uint64_t n, mk_err *err)
+{
+    cudaError_t e = cudaMemcpy((float *)g->args.param + at, values, n * sizeof *values, cudaMemcpyHostToDevice);
+    return e ? cuda_fail(err, e, "uploading parameters") : MK_OK;
+}
+
 /* ---- running -------------------------------------------------------------------------------------------------------- */
 
 /* Packets all carry epoch0, which nobody waits for. */

@@ -48,6 +48,10 @@ int mk_gpu_probe(int device, mk_gpu_info *info, mk_err *err);
 int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **g, mk_err *err);
 /* Copies tape, expert, embed and param of a packed host memory to the device. */
 int mk_gpu_upload(mk_gpu *g, const mk_memory *host, mk_err *err);
+/* Where these four regions are on the device; the other fields of *device are not touched. For kernels that make weights in place. */
+void mk_gpu_weights(const mk_gpu *g, mk_memory *device);
+/* Copies n floats to the parameter region, from float `at` on. */
+int mk_gpu_upload_params(mk_gpu *g, const float *values, uint64_t at, uint64_t n, mk_err *err);
 /* Resets rings, exchange and schedule and launches the kernel. Publications carry epochs above epoch0: after an earlier run, above all that it used. */
 int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err);
 
