@@ -3,12 +3,12 @@
 #ifndef MK_SYNTH_H
 #define MK_SYNTH_H
 
-#include "host/err.h"
 #include "instructions/isa.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+#include "host/err.h"
 
 /* Fills `count` segments (instructions/isa.h, mk_wtype), `stride` bytes apart, at device address dst. scale_rows: floats of a scale row
  * (0: BF16). A weight has an RMS of about gain / sqrt(k). */
