@@ -118,7 +118,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
                           .eps = a->q_a_norm.eps, .out_vec = R->q, .out_pub = q_pub};
         mk_phase_begin(b);
         mk_emit_gemv(b, layer, &q, 1, cut_q, &t);
-        mk_phase_end(b, "q_b", layer, NULL);
+        mk_phase_end(b, "q_b", layer, q.rows < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
     }
 
     mk_mla g = {.latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope, .qk_stride = (uint16_t)(a->nope + a->rope), .heads = (uint16_t)heads,

@@ -26,7 +26,7 @@ DEEPSEEK = {
     "kv_lora_rank": 512,
     "max_position_embeddings": 10240,
     "model_type": "deepseek_v3",
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 48,
     "moe_layer_freq": 1,
     "n_group": 4,
     "n_routed_experts": 16,
@@ -59,7 +59,7 @@ DEEPSEEK = {
     "v_head_dim": 128,
     "vocab_size": 387,
 }
-MOONLIGHT = dict(DEEPSEEK, hidden_size=112, intermediate_size=176, moe_intermediate_size=32, n_group=1, topk_group=1, n_routed_experts=8,
+MOONLIGHT = dict(DEEPSEEK, intermediate_size=176, n_group=1, topk_group=1, n_routed_experts=8,
                  norm_topk_prob=False, num_nextn_predict_layers=0, q_lora_rank=None, rope_theta=50000.0,
                  routed_scaling_factor=2.446, vocab_size=259, bos_token_id=256, eos_token_id=257, pad_token_id=258)
 del MOONLIGHT["rope_scaling"]

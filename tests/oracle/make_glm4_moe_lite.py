@@ -30,7 +30,7 @@ CONFIG = {
     "n_shared_experts": 1,
     "norm_topk_prob": True,
     "num_attention_heads": 2,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 3,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "num_nextn_predict_layers": 1,
