@@ -20,14 +20,15 @@ import common
 import torch
 
 HERE = pathlib.Path(__file__).resolve().parent
-PROMPT, GREEDY = 300, 64
+PROMPT, GREEDY = 256, 64
 ROUTER_MARGIN, PROMPT_MARGIN, GREEDY_MARGIN, GREEDY_ROUTER_MARGIN, GREEDY_DISTINCT = 2.1e-3, 1e-2, 0.021, 2.1e-3, 12
-HIDDEN, VOCAB, FFN, MOE_FFN, SHARED, EXPERTS, TOPK = 208, 259, 288, 32, 48, 6, 2
+HIDDEN, VOCAB, FFN, MOE_FFN, SHARED, EXPERTS, TOPK = 144, 259, 160, 32, 48, 6, 2
 K_HEADS, V_HEADS, D, CONV = 2, 4, 128, 4
-HEADS, KV, DIM, ROPE = 4, 2, 256, 64
+DIM, ROPE = 256, 64
 BOS, EOS, PAD = 256, 257, 258
 SEEDS = {"qwen3_next": 20267, "qwen3_5_moe": 20268, "qwen3_5": 20269}
-LAYERS = {"qwen3_next": 3, "qwen3_5_moe": 2, "qwen3_5": 3}  # the last one is attention
+LAYERS = {"qwen3_next": 2, "qwen3_5_moe": 2, "qwen3_5": 3}  # the last one is attention
+HEADS = {"qwen3_next": (4, 2), "qwen3_5_moe": (4, 2), "qwen3_5": (2, 1)}  # and its KV heads
 
 GDN = {
     "linear_conv_kernel_dim": CONV,
@@ -63,9 +64,9 @@ def text(family):
         "initializer_range": 0.02,
         **GDN,
         "max_position_embeddings": 4096,
-        "num_attention_heads": HEADS,
+        "num_attention_heads": HEADS[family][0],
         "num_hidden_layers": LAYERS[family],
-        "num_key_value_heads": KV,
+        "num_key_value_heads": HEADS[family][1],
         "rms_norm_eps": 1e-3,  # published: 1e-6; larger, so that a wrong eps shows
         "use_cache": True,
         "vocab_size": VOCAB,
@@ -149,13 +150,13 @@ def add_gdn(ck, p, grouped):
     ck.fp8(f"{p}.out_proj", ck.matrix(HIDDEN, V_HEADS * D, 0.08))
 
 
-def add_attention(ck, p):
-    ck.fp8(f"{p}.q_proj", torch.cat([ck.matrix(DIM, HIDDEN, gain) for _ in range(HEADS) for gain in (0.3, 1.5)]))  # q: the norm's eps matters
-    ck.fp8(f"{p}.k_proj", ck.matrix(KV * DIM, HIDDEN, 0.3))
-    ck.fp8(f"{p}.v_proj", ck.matrix(KV * DIM, HIDDEN, 1.5))
+def add_attention(ck, p, heads, kv):
+    ck.fp8(f"{p}.q_proj", torch.cat([ck.matrix(DIM, HIDDEN, gain) for _ in range(heads) for gain in (0.3, 1.5)]))  # q: the norm's eps matters
+    ck.fp8(f"{p}.k_proj", ck.matrix(kv * DIM, HIDDEN, 0.3))
+    ck.fp8(f"{p}.v_proj", ck.matrix(kv * DIM, HIDDEN, 1.5))
     norm(ck, f"{p}.q_norm", DIM, 0.0, 0.8)
     norm(ck, f"{p}.k_norm", DIM, 0.0, 0.8)
-    ck.fp8(f"{p}.o_proj", ck.matrix(HIDDEN, HEADS * DIM, 0.2))
+    ck.fp8(f"{p}.o_proj", ck.matrix(HIDDEN, heads * DIM, 0.2))
 
 
 def add_ffn(ck, p, inner, down_gain):
@@ -179,12 +180,12 @@ def add_moe(ck, p, stacked):
 def make_checkpoint(family):
     ck = common.Checkpoint(SEEDS[family])
     tied, top = family == "qwen3_5", "model.language_model" if family == "qwen3_5_moe" else "model"
-    ck.bf16(f"{top}.embed_tokens.weight", ck.matrix(VOCAB, HIDDEN, 2.0) if tied else 0.2 * ck.normal(VOCAB, HIDDEN))
+    ck.bf16(f"{top}.embed_tokens.weight", (2.0 / HIDDEN ** 0.5 if tied else 0.2) * ck.normal(VOCAB, HIDDEN))
     for i in range(LAYERS[family]):
         p = f"{top}.layers.{i}"
         norm(ck, f"{p}.input_layernorm", HIDDEN)
         if i + 1 == LAYERS[family]:
-            add_attention(ck, f"{p}.self_attn")
+            add_attention(ck, f"{p}.self_attn", *HEADS[family])
         else:
             add_gdn(ck, f"{p}.linear_attn", family == "qwen3_next")
         norm(ck, f"{p}.post_attention_layernorm", HIDDEN)
@@ -264,7 +265,7 @@ def mistakes(family):
             n.weight[:ROPE] = n.weight[pairs.argsort()]
 
     def swap_halves(a):  # [gate | q] instead of [q | gate]
-        w = a.q_proj.weight.view(HEADS, 2, DIM, HIDDEN)
+        w = a.q_proj.weight.view(-1, 2, DIM, HIDDEN)
         w.copy_(w.flip(1))
 
     def plain_norm(m):  # w instead of 1 + w
@@ -277,7 +278,7 @@ def mistakes(family):
         "attention: rope interleaved instead of half-split": each(att, interleave),
         "attention: q and gate swapped": each(att, swap_halves),
         "attention: KV heads swapped": each(att, lambda a: [getattr(a, n).weight.copy_(getattr(a, n).weight.roll(DIM, 0)) for n in ("k_proj", "v_proj")]),
-        "attention: output gate = 1/2": each(att, lambda a: a.q_proj.weight.view(HEADS, 2, DIM, HIDDEN)[:, 1].zero_()),
+        "attention: output gate = 1/2": each(att, lambda a: a.q_proj.weight.view(-1, 2, DIM, HIDDEN)[:, 1].zero_()),
         "GDN: decay skipped": each(gdn, lambda a: a.A_log.fill_(-60)),
         "GDN: dt_bias dropped": each(gdn, lambda a: a.dt_bias.zero_()),
         "GDN: convolution taps reversed": each(gdn, lambda a: a.conv1d.weight.copy_(a.conv1d.weight.flip(-1))),

@@ -129,13 +129,13 @@ const mk_oracle_control mk_qwen_controls[] = {
     {.name = "rope interleaved", .edit = interleave, .as = MK_ST_BF16},
     {.name = "q and gate swapped", .edit = swap_gate, .as = MK_ST_BF16},
     {.name = "output gate dropped", .edit = drop_gate, .as = MK_ST_BF16},
-    {.name = "KV heads swapped", .edit = swap_kv, .as = MK_ST_BF16},
     {.name = "GDN key heads swapped", .edit = swap_k_heads, .as = MK_ST_BF16},
     {.name = "decay skipped", .edit = skip_decay, .as = MK_ST_BF16},
     {.name = "dt_bias dropped", .edit = drop_dt_bias, .as = MK_ST_BF16},
     {.name = "convolution taps reversed", .edit = reverse_conv, .as = MK_ST_BF16},
+    {.name = "KV heads swapped", .edit = swap_kv, .as = MK_ST_BF16},
     {.name = "shared gate dropped", .edit = drop_shared_gate, .as = MK_ST_BF16},
     {.name = "shared expert dropped", .edit = mk_drop_shared_experts, .as = MK_ST_BF16},
 };
 const size_t mk_qwen_controls_n = sizeof mk_qwen_controls / sizeof *mk_qwen_controls;
-const size_t mk_qwen_controls_dense = sizeof mk_qwen_controls / sizeof *mk_qwen_controls - 2;
+const size_t mk_qwen_controls_dense = sizeof mk_qwen_controls / sizeof *mk_qwen_controls - 3;

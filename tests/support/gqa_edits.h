@@ -14,7 +14,7 @@ void mk_edit_swap(mk_edit_tensor *t, uint64_t stride, uint64_t off, uint64_t off
 
 /* The family of Qwen3-Next: sizes of tests/oracle/make_qwen3_next.py. */
 extern const mk_oracle_control mk_qwen_controls[];
-extern const size_t mk_qwen_controls_n;     /* with experts */
-extern const size_t mk_qwen_controls_dense; /* those of them that a dense model has: the first so many */
+extern const size_t mk_qwen_controls_n;     /* all */
+extern const size_t mk_qwen_controls_dense; /* the first so many need neither experts nor two KV heads */
 
 #endif
