@@ -5,12 +5,13 @@
 #include "instructions/mk_math.h"
 #include "megakernel/device.cuh"
 
-MK_DEV void mk_combine_run(mk_dev *d)
+MK_DEV void mk_combine_run(const mk_dev *d)
 {
     const mk_mla *m = &d->in->mla;
     const mk_vec *out = &d->sh->vec[d->in->signal_vec];
     const uint32_t latent = m->latent, floats = mk_partial_floats(latent), n = m->n, units = mk_units(n);
     const size_t stride = (size_t)m->all_heads * floats;
+    mk_staged_drop(d);
     mk_bulk_wait(d, &d->in->wait[0]);
     const float *bulk = (const float *)mk_bulk_at(d, d->in->wait[0].vec);
     for (uint32_t u = d->warp; u < units * d->step->nrows; u += MK_WARPS) {
@@ -27,8 +28,17 @@ MK_DEV void mk_combine_run(mk_dev *d)
             sum = __fmaf_rn(w, __ldcg(p + latent + 1), sum);
             if (i < n && d->lane < MK_UNIT) y = __fmaf_rn(w, __ldcg(p + m->first + i), y);
         }
-        mk_publish_unit(out, mk_signal_packets(d, out, r, d->in->signal_slice), n, group, y / sum, mk_signal_epoch(d), d->lane);
+        y /= sum;
+        if (m->gate) {
+            const uint32_t left = n - group * MK_UNIT;
+            float *g = (float *)d->sh->staging + d->warp * 32;
+            mk_warp_read(&d->in->wait[1], r, m->in_off + m->head0 * m->qk_stride + m->first + group * MK_UNIT, left < MK_UNIT ? left : MK_UNIT, g);
+            if (i < n && d->lane < MK_UNIT) y *= mk_sigmoidf(g[d->lane]);
+            __syncwarp();
+        }
+        mk_publish_unit(out, mk_signal_packets(d, out, r, d->in->signal_slice), n, group, y, mk_signal_epoch(d), d->lane);
     }
+    mk_sync();
 }
 
 #endif

@@ -7,7 +7,7 @@
 
 #define MK_CONV_TAPS 4u
 
-MK_DEV void mk_conv_step_run(mk_dev *d)
+MK_DEV void mk_conv_step_run(const mk_dev *d)
 {
     constexpr uint32_t RING = MK_CONV_TAPS - 1;
     const mk_conv *v = &d->in->conv;
@@ -15,7 +15,7 @@ MK_DEV void mk_conv_step_run(mk_dev *d)
     float *u = (float *)d->sh->staging, *out = (float *)mk_local_at(d, d->in->signal_vec);
     float w[MK_CONV_TAPS] = {0, 0, 0, 0}, past[RING] = {0, 0, 0};
     const bool mine = d->tid < n;
-    d->m.staged.valid = 0;
+    mk_staged_drop(d);
     if (mine)
 #pragma unroll
         for (uint32_t j = 0; j < MK_CONV_TAPS; j++) w[j] = __ldg(d->a->param + v->param_off + d->tid * MK_CONV_TAPS + j);

@@ -1,5 +1,5 @@
-/* DELTA_STEP on the device: the state slice stays in registers while the rows of a stream pass. A warp holds columns warp, warp + 16, ... of the
- * state, its lanes four key channels each. Semantics: delta_step.c; in memory the state is [dv][dk] here. */
+/* DELTA_STEP on the device: a warp has two columns of the state at a time in registers while all rows pass, its lanes four key channels
+ * each. Semantics: delta_step.c; in memory the state is [dv][dk] here. */
 #ifndef MK_DELTA_STEP_CUH
 #define MK_DELTA_STEP_CUH
 
@@ -22,31 +22,28 @@ MK_DEV void mk_delta_gates(const mk_dev *d, const mk_delta *e, uint32_t r, mk_de
 {
     const uint32_t lane = d->lane, dk = MK_DELTA_DK, dv = e->dv, head = e->decay == MK_DECAY_HEAD;
     const float *param = d->a->param + e->param_off, *in = (const float *)mk_local_at(d, d->in->wait[0].vec) + r * (2 * dk + dv);
-    const float *a = x->a;
 #pragma unroll 1
     for (uint32_t k = 0; k < 3; k++)
         mk_warp_read(&d->in->wait[k == 2 ? 2 : 1], r, k == 0 ? e->f_off : k == 1 ? e->z_off : e->b_off, k == 1 ? dv : k == 0 && !head ? dk : 1,
                      k == 0 ? x->a : k == 1 ? x->z : &x->beta);
-    const float4 q = *(const float4 *)(in + 4 * lane), k = *(const float4 *)(in + dk + 4 * lane), f = *(const float4 *)(a + (head ? 0 : 4 * lane));
+    const float f0 = x->a[0];
     __syncwarp();
-    float qi[4] = {q.x, q.y, q.z, q.w}, ki[4] = {k.x, k.y, k.z, k.w}, fi[4] = {f.x, f.y, f.z, f.w}, sq = 0, sk = 0, qk = 0;
+    float sq = 0, sk = 0, qk = 0;
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-        sq = __fmaf_rn(qi[c], qi[c], sq);
-        sk = __fmaf_rn(ki[c], ki[c], sk);
+    for (uint32_t i = lane; i < MK_DELTA_DK; i += 32) {
+        sq = __fmaf_rn(in[i], in[i], sq);
+        sk = __fmaf_rn(in[dk + i], in[dk + i], sk);
     }
-    float rq = mk_rsqrtf(mk_warp_sum(sq) + 1e-6f) * mk_rsqrtf((float)dk), rk = mk_rsqrtf(mk_warp_sum(sk) + 1e-6f);
-    float rate = -mk_expf(__ldg(param));
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-        uint32_t i = 4 * lane + c;
-        float g = mk_expf(rate * mk_softplusf((head ? fi[0] : fi[c]) + __ldg(param + 1 + (head ? 0 : i))));
-        float kn = ki[c] * rk, qn = qi[c] * rq;
+    const float rq = mk_rsqrtf(mk_warp_sum(sq) + 1e-6f) * mk_rsqrtf((float)dk), rk = mk_rsqrtf(mk_warp_sum(sk) + 1e-6f);
+    const float rate = -mk_expf(__ldg(param));
+#pragma unroll 1
+    for (uint32_t i = lane; i < MK_DELTA_DK; i += 32) {
+        const float f = head ? f0 : x->a[i], g = mk_expf(rate * mk_softplusf(f + __ldg(param + 1 + (head ? 0 : i)))), k = in[dk + i] * rk, q = in[i] * rq;
         x->a[i] = g;
-        x->k[i] = kn;
-        x->ka[i] = kn * g;
-        x->qa[i] = qn * g;
-        qk = __fmaf_rn(qn, kn, qk);
+        x->k[i] = k;
+        x->ka[i] = k * g;
+        x->qa[i] = q * g;
+        qk = __fmaf_rn(q, k, qk);
     }
     qk = mk_warp_sum(qk);
     if (lane == 0) {
@@ -56,77 +53,100 @@ MK_DEV void mk_delta_gates(const mk_dev *d, const mk_delta *e, uint32_t r, mk_de
     for (uint32_t i = lane; i < dv; i += 32) x->v[i] = in[2 * dk + i];
 }
 
-MK_DEV void mk_delta_step_run(mk_dev *d)
+/* The state before row r where the row does not follow the one before it. */
+MK_DEV float4 mk_delta_load(const mk_dev *d, const mk_delta *e, const mk_row *row, uint32_t v)
 {
-    constexpr int COLS = MK_DELTA_DV / MK_WARPS;
+    const float4 *from = (const float4 *)(d->a->state + row->state_read * d->a->state_slot_bytes + e->state_off);
+    if (v >= e->dv || (row->flags & MK_ROW_FIRST)) return make_float4(0, 0, 0, 0);
+    return from[v * (MK_DELTA_DK / 4) + d->lane];
+}
+
+MK_DEV float mk_dot4(float4 a, float4 b)
+{
+    return __fmaf_rn(a.w, b.w, __fmaf_rn(a.z, b.z, __fmaf_rn(a.y, b.y, __fmul_rn(a.x, b.x))));
+}
+
+MK_DEV void mk_delta_step_run(const mk_dev *d)
+{
+    constexpr int COLS = 2; /* columns of the state that a warp has in registers */
     const mk_delta *e = &d->in->delta;
-    const uint32_t nrows = d->step->nrows, dv = e->dv, head = e->decay == MK_DECAY_HEAD;
+    const uint32_t nrows = d->step->nrows, dv = e->dv, head = e->decay == MK_DECAY_HEAD, lane = d->lane;
     const mk_vec *out = &d->sh->vec[d->in->signal_vec];
     mk_delta_row *rows = (mk_delta_row *)d->sh->staging;
     float4 s[COLS];
-    d->m.staged.valid = 0;
+    mk_staged_drop(d);
 
+#pragma unroll
+    for (int c = 0; c < COLS; c++) s[c] = mk_delta_load(d, e, d->step->row, d->warp + c * MK_WARPS);
     if (d->warp < nrows) mk_delta_gates(d, e, d->warp, rows + d->warp);
-    for (uint32_t r = 0; r < nrows; r++) {
-        const mk_row *row = &d->step->row[r];
-        const mk_row *before = row - 1, *after = row + 1;
-        float4 *to = (float4 *)(d->a->state + row->state_write * d->a->state_slot_bytes + e->state_off);
-        bool follows = r > 0 && before->slot == row->slot && before->state_write == row->state_read && before->pos + 1 == row->pos;
-        bool leads = r + 1 < nrows && after->slot == row->slot && after->state_write == row->state_write && after->state_read == row->state_write &&
-                     after->pos == row->pos + 1;
-        if (!follows) {
-            const float4 *from = (const float4 *)(d->a->state + row->state_read * d->a->state_slot_bytes + e->state_off);
+    mk_sync();
+#pragma unroll 1
+    for (uint32_t v0 = d->warp; v0 < dv; v0 += COLS * MK_WARPS)
+#pragma unroll 1
+        for (uint32_t r = 0; r < nrows; r++) {
+            const mk_row *row = &d->step->row[r], *before = row - 1, *after = row + 1;
+            float4 *to = (float4 *)(d->a->state + row->state_write * d->a->state_slot_bytes + e->state_off) + lane;
+            bool follows = r > 0 && before->slot == row->slot && before->state_write == row->state_read && before->pos + 1 == row->pos;
+            bool leads = r + 1 < nrows && after->slot == row->slot && after->state_write == row->state_write &&
+                         after->state_read == row->state_write && after->pos == row->pos + 1;
+            if (!follows && (r > 0 || v0 != d->warp))
+#pragma unroll
+                for (int c = 0; c < COLS; c++) s[c] = mk_delta_load(d, e, row, v0 + c * MK_WARPS);
+            mk_delta_row *x = rows + r;
+            const float4 a = ((const float4 *)x->a)[lane], k = ((const float4 *)x->k)[lane], ka = ((const float4 *)x->ka)[lane],
+                         qa = ((const float4 *)x->qa)[lane];
+            float m[COLS], p[COLS];
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
-                uint32_t v = d->warp + c * MK_WARPS;
-                s[c] = make_float4(0, 0, 0, 0);
-                if (v < dv && !(row->flags & MK_ROW_FIRST)) s[c] = from[v * (MK_DELTA_DK / 4) + d->lane];
+                m[c] = mk_dot4(ka, s[c]);
+                p[c] = mk_dot4(qa, s[c]);
+            }
+#pragma unroll
+            for (int w = 16; w; w >>= 1)
+#pragma unroll
+                for (int c = 0; c < COLS; c++) {
+                    m[c] += __shfl_xor_sync(0xffffffffu, m[c], w);
+                    p[c] += __shfl_xor_sync(0xffffffffu, p[c], w);
+                }
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                const uint32_t v = v0 + c * MK_WARPS;
+                if (v >= dv) continue;
+                const float delta = __fmul_rn(x->beta, __fadd_rn(x->v[v], -m[c]));
+                s[c].x = __fmaf_rn(k.x, delta, __fmul_rn(a.x, s[c].x));
+                s[c].y = __fmaf_rn(k.y, delta, __fmul_rn(a.y, s[c].y));
+                s[c].z = __fmaf_rn(k.z, delta, __fmul_rn(a.z, s[c].z));
+                s[c].w = __fmaf_rn(k.w, delta, __fmul_rn(a.w, s[c].w));
+                if (lane == 0) x->o[v] = __fmaf_rn(x->qk, delta, p[c]);
+                if (!leads) to[v * (MK_DELTA_DK / 4)] = s[c];
             }
         }
-        if (r == 0) mk_sync(); /* the rows' inputs are there */
-        mk_delta_row *x = rows + r;
-        const float4 a = *(const float4 *)(x->a + 4 * d->lane), k = *(const float4 *)(x->k + 4 * d->lane);
-        const float4 ka = *(const float4 *)(x->ka + 4 * d->lane), qa = *(const float4 *)(x->qa + 4 * d->lane);
-#pragma unroll
-        for (int c = 0; c < COLS; c++) {
-            uint32_t v = d->warp + c * MK_WARPS;
-            if (v >= dv) continue;
-            float m = __fmaf_rn(ka.w, s[c].w, __fmaf_rn(ka.z, s[c].z, __fmaf_rn(ka.y, s[c].y, __fmul_rn(ka.x, s[c].x))));
-            float p = __fmaf_rn(qa.w, s[c].w, __fmaf_rn(qa.z, s[c].z, __fmaf_rn(qa.y, s[c].y, __fmul_rn(qa.x, s[c].x))));
-            m = mk_warp_sum(m);
-            p = mk_warp_sum(p);
-            float delta = __fmul_rn(x->beta, __fadd_rn(x->v[v], -m));
-            s[c].x = __fmaf_rn(k.x, delta, __fmul_rn(a.x, s[c].x));
-            s[c].y = __fmaf_rn(k.y, delta, __fmul_rn(a.y, s[c].y));
-            s[c].z = __fmaf_rn(k.z, delta, __fmul_rn(a.z, s[c].z));
-            s[c].w = __fmaf_rn(k.w, delta, __fmul_rn(a.w, s[c].w));
-            if (d->lane == 0) x->o[v] = __fmaf_rn(x->qk, delta, p);
-            if (!leads) to[v * (MK_DELTA_DK / 4) + d->lane] = s[c];
-        }
-    }
     mk_sync();
 
     /* one warp a row: the slice's values, then the trailer */
     if (d->warp < nrows) {
         const uint32_t r = d->warp, words = (dv + 1) / 2;
-        const mk_delta_row *x = rows + r;
+        mk_delta_row *x = rows + r;
         const float *norm = d->a->param + e->param_off + 1 + (head ? 1 : MK_DELTA_DK);
         uint4 *p = mk_signal_packets(d, out, r, d->in->signal_slice);
-        uint32_t epoch = mk_signal_epoch(d);
+        const uint32_t epoch = mk_signal_epoch(d);
         float sum = 0;
-        for (uint32_t i = d->lane; i < dv; i += 32) sum = __fmaf_rn(x->o[i], x->o[i], sum);
+#pragma unroll 1
+        for (uint32_t i = lane; i < dv; i += 32) {
+            const float o = x->o[i], z = x->z[i];
+            sum = __fmaf_rn(o, o, sum);
+            x->z[i] = o * __ldg(norm + i) * (e->gate == MK_GATE_SILU ? mk_siluf(z) : mk_sigmoidf(z));
+        }
         sum = mk_warp_sum(sum);
-        for (uint32_t i = d->lane; i < (words + 1 + 2) / 3; i += 32) {
-            uint32_t word[3] = {0, 0, 0};
+        __syncwarp();
+#pragma unroll 1
+        for (uint32_t i = lane; i < (words + 1 + 2) / 3; i += 32) {
+            uint32_t word[3];
 #pragma unroll
             for (uint32_t k = 0; k < 3; k++) {
-                uint32_t w = 3 * i + k;
-                if (w == words) word[k] = __float_as_uint(sum);
-#pragma unroll
-                for (uint32_t h = 0; h < 2; h++) {
-                    uint32_t v = 2 * w + h;
-                    if (w < words && v < dv) word[k] |= mk_bf16_bits(x->o[v] * __ldg(norm + v) * mk_sigmoidf(x->z[v])) << (16 * h);
-                }
+                const uint32_t w = 3 * i + k, v = 2 * w;
+                word[k] = w == words ? __float_as_uint(sum) : 0;
+                if (w < words) word[k] = mk_bf16_bits(x->z[v]) | (v + 1 < dv ? mk_bf16_bits(x->z[v + 1]) << 16 : 0);
             }
             mk_packet_store(p + i, word[0], word[1], word[2], epoch);
         }

@@ -4,7 +4,7 @@
 
 #include "megakernel/device.cuh"
 
-MK_DEV void mk_embed_run(mk_dev *d)
+MK_DEV void mk_embed_run(const mk_dev *d)
 {
     const mk_embed *e = &d->in->embed;
     const mk_vec *out = &d->sh->vec[d->in->signal_vec];

@@ -62,7 +62,7 @@ MK_DEV void mk_pairs_gather(const mk_dev *d, const mk_expert *e, uint32_t T, uin
     }
 }
 
-MK_DEV void mk_expert_down_run(mk_dev *d)
+MK_DEV void mk_expert_down_run(const mk_dev *d)
 {
     constexpr uint32_t UNITS = (MK_SEGMENT_ROWS / MK_UNIT + 1) * MK_MAX_ROWS / MK_WARPS + 1; /* of a warp, at most */
     const mk_insn *in = d->in;
@@ -75,7 +75,7 @@ MK_DEV void mk_expert_down_run(mk_dev *d)
     const mk_tile t = mk_tile_make(e->wtype, n, e->k, 1, e->nseg, e->phase, MK_SCALE_ROWS, 1);
     const uint32_t fit = MK_STAGING / shape.stride, T = u->nslice / e->topk;
     float sum[UNITS];
-    d->m.staged.valid = 0;
+    mk_staged_drop(d);
 
     /* what is added to: this lane's values of its warp's units */
 #pragma unroll
@@ -107,7 +107,7 @@ MK_DEV void mk_expert_down_run(mk_dev *d)
                 for (uint32_t p = pairs->first[j]; p < pairs->first[j + 1]; p++)
                     if (pairs->row[p] == g) x = d->sh->staging + (p - p0) * shape.stride;
                 float acc[4] = {0, 0, 0, 0};
-                mk_product(d, &d->expert, &t, 0, t.nkb, x, 0, (const float *)0, 0, MK_FAULT_EXPERT, acc);
+                mk_product<MK_EXPERT>(d, &t, 0, t.nkb, x, 0, (const float *)0, 0, acc);
                 mk_red_put(d, b, acc);
             }
             mk_sync();

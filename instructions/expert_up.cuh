@@ -4,13 +4,19 @@
 
 #include "instructions/matvec.cuh"
 
+/* mk_start in 32 bits: the products are small here. */
+MK_DEV uint32_t mk_cut(uint32_t t, uint32_t n, uint32_t parts)
+{
+    return t * n / parts;
+}
+
 /* The worker's slices, in order: expert j of the union, slice t = first, first + workers, ... of it. */
 typedef struct mk_deal {
     uint32_t j, t;
 } mk_deal;
 MK_DEV uint32_t mk_deal_first(uint32_t j, uint32_t T, uint32_t worker, uint32_t workers)
 {
-    uint32_t shift = (uint32_t)((uint64_t)j * T % workers);
+    uint32_t shift = j * T % workers;
     return worker >= shift ? worker - shift : worker + workers - shift;
 }
 /* The next slice at or after *p; false when there is none left. */
@@ -23,7 +29,7 @@ MK_DEV bool mk_deal_settle(mk_deal *p, uint32_t n_union, uint32_t T, uint32_t wo
     return p->j < n_union;
 }
 
-MK_DEV void mk_expert_up_run(mk_dev *d)
+MK_DEV void mk_expert_up_run(const mk_dev *d)
 {
     const mk_expert *e = &d->in->expert;
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, d->in->wait[1].vec);
@@ -32,7 +38,6 @@ MK_DEV void mk_expert_up_run(mk_dev *d)
     const mk_stage_shape shape = mk_shape(e->k, 1);
 
     if (!mk_staged(d, &d->in->wait[0], 0, e->k, MK_PRO_RMS, e->param_off, true)) {
-        d->m.parity ^= 1;
         mk_gather(d, &d->in->wait[0], 0, e->k, d->a->param + e->param_off, shape, false);
         mk_sync();
         mk_rstd_share(d, e->k, e->eps);
@@ -45,22 +50,22 @@ MK_DEV void mk_expert_up_run(mk_dev *d)
         mk_deal from = at;
         uint32_t n = 0;
         for (; more && n < slots; n++) {
-            uint32_t row0 = mk_start(at.t, e->inter, T), rows = mk_start(at.t + 1, e->inter, T) - row0;
+            uint32_t row0 = mk_cut(at.t, e->inter, T), rows = mk_cut(at.t + 1, e->inter, T) - row0;
             const mk_tile t = mk_tile_make(e->wtype, 2 * rows, e->k, 2, e->nseg, row0 % MK_SCALE_ROWS, MK_SCALE_ROWS, 1);
             float acc[4] = {0, 0, 0, 0};
-            mk_product(d, &d->expert, &t, 0, t.nkb, mk_column(d, shape), 0, (const float *)0, 0, MK_FAULT_EXPERT, acc);
+            mk_product<MK_EXPERT>(d, &t, 0, t.nkb, mk_column(d, shape), 0, (const float *)0, 0, acc);
             mk_red_put(d, n, acc);
             at.t += workers;
             more = mk_deal_settle(&at, n_union, T, d->worker, workers);
         }
         mk_sync();
         for (uint32_t slot = 0; slot < n; slot++) {
-            uint32_t row0 = mk_start(from.t, e->inter, T), rows = mk_start(from.t + 1, e->inter, T) - row0, units = mk_units(rows);
+            uint32_t row0 = mk_cut(from.t, e->inter, T), rows = mk_cut(from.t + 1, e->inter, T) - row0, units = mk_units(rows);
             const mk_tile t = mk_tile_make(e->wtype, 2 * rows, e->k, 2, e->nseg, 0, MK_SCALE_ROWS, 1);
             for (uint32_t u = (d->warp - 2 * slot) % MK_WARPS; u < units * nrows; u += MK_WARPS) {
                 uint32_t r = u / units, group = u - r * units, i = group * MK_UNIT + d->lane, rank = routes->rank[r][from.j];
                 if (rank == 255) continue;
-                float y = 0, norm = d->sh->rstd[d->m.parity][r];
+                float y = 0, norm = d->sh->rstd[d->memo->parity][r];
                 if (i < rows && d->lane < MK_UNIT) y = mk_siluf(mk_red_get(d, slot, &t, i, r) * norm) * (mk_red_get(d, slot, &t, rows + i, r) * norm);
                 mk_publish_unit(out, mk_signal_packets(d, out, r, rank * T + from.t), rows, group, y, mk_signal_epoch(d), d->lane);
             }

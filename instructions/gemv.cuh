@@ -35,7 +35,7 @@ MK_DEV void mk_gemv_finish(const mk_dev *d, const mk_tile *t)
     for (uint32_t u = d->warp; u < units * nrows; u += MK_WARPS) {
         const uint32_t r = u / units, group = u - r * units, i = group * MK_UNIT + d->lane;
         const bool has = i < n && d->lane < MK_UNIT;
-        const float norm = (g->prologue == MK_PRO_RMS ? d->sh->rstd[d->m.parity][r] : 1.0f) * g->scale;
+        const float norm = (g->prologue == MK_PRO_RMS ? d->sh->rstd[d->memo->parity][r] : 1.0f) * g->scale;
         float y = 0, gate = 1;
         if (epilogue == MK_EPI_GATED) { /* one f32 value of wait 2; every lane looks it up */
             const mk_wait *w = &in->wait[2];

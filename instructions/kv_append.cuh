@@ -14,11 +14,11 @@ MK_DEV void mk_rotate_pair(float *a, float *b, float inv_freq, uint32_t pos)
     *b = mk_add(mk_mul(x, s), mk_mul(y, c));
 }
 
-MK_DEV void mk_kv_append_run(mk_dev *d)
+MK_DEV void mk_kv_append_run(const mk_dev *d)
 {
     const mk_mla *m = &d->in->mla;
     const uint32_t latent = m->latent, n = latent + m->rope, r = d->warp;
-    d->m.staged.valid = 0;
+    mk_staged_drop(d);
     if (r < d->step->nrows) {
         const mk_row *row = &d->step->row[r];
         const float *gamma = d->a->param + m->param_off;

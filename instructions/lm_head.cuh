@@ -37,7 +37,7 @@ MK_DEV void mk_lm_head_finish(const mk_dev *d, const mk_tile *t)
         float y[PER], max = -INFINITY, sum = 0;
         uint32_t id = 0xffffffffu;
         if (d->step->row[r].flags & MK_ROW_LOGITS) {
-            const float norm = d->sh->rstd[d->m.parity][r];
+            const float norm = d->sh->rstd[d->memo->parity][r];
 #pragma unroll
             for (uint32_t k = 0; k < PER; k++) {
                 uint32_t i = d->lane + 32 * k;

@@ -55,12 +55,13 @@ MK_DEV void mk_gather(const mk_dev *d, const mk_wait *w, uint32_t first, uint32_
         float sumsq[NR] = {0, 0};
         for (uint32_t i0 = d->tid; i0 < packets; i0 += NP * MK_COMPUTE) {
             int at[NP], hi[NP]; /* first value of the packet and end of its values, counted from `first` */
-            float g[NP][6];
+            float3 g[NP]; /* gamma of an f32 packet */
             uint4 q[NP][NR];
 #pragma unroll
             for (int j = 0; j < NP; j++) {
                 uint32_t i = i0 + j * MK_COMPUTE, s = mk_quot(i, by), p = i - s * sp;
                 at[j] = hi[j] = 0;
+                g[j] = make_float3(0, 0, 0);
                 if (i >= packets) continue;
                 uint32_t st = __ldg(start + s), end = __ldg(start + s + 1);
                 end = end < first + n ? end : first + n;
@@ -70,10 +71,11 @@ MK_DEV void mk_gather(const mk_dev *d, const mk_wait *w, uint32_t first, uint32_
                 hi[j] = to;
                 q[j][0] = mk_packet_load(base + i + (size_t)r0 * row_packets);
                 if (two) q[j][1] = mk_packet_load(base + i + (size_t)(r0 + 1) * row_packets);
-                if (gamma)
-#pragma unroll
-                    for (int k = 0; k < 6; k++)
-                        if (k < vpp && from + k >= 0 && from + k < to) g[j][k] = __ldg(gamma + from + k);
+                if (gamma && f32) {
+                    if (from >= 0) g[j].x = __ldg(gamma + from);
+                    if (from + 1 >= 0 && from + 1 < to) g[j].y = __ldg(gamma + from + 1);
+                    if (from + 2 < to) g[j].z = __ldg(gamma + from + 2);
+                }
             }
             mk_spin spin = {0, 0};
             for (bool again = true; again;) {
@@ -107,7 +109,9 @@ MK_DEV void mk_gather(const mk_dev *d, const mk_wait *w, uint32_t first, uint32_
                             float y = f32 ? __uint_as_float(word[k % 3]) : mk_bf16_value(bits);
                             if (gamma) {
                                 sumsq[r] = __fmaf_rn(y, y, sumsq[r]);
-                                y = __fmul_rn(y, g[j][k]);
+                                float scale = k % 3 == 0 ? g[j].x : k % 3 == 1 ? g[j].y : g[j].z;
+                                if (!f32) scale = __ldg(gamma + at[j] + k);
+                                y = __fmul_rn(y, scale);
                             }
                             bits = mk_bf16_bits(y);
                             if (shape.plane) mk_stage_rest(to + 2 * k, shape.plane, y, bits);
@@ -120,7 +124,7 @@ MK_DEV void mk_gather(const mk_dev *d, const mk_wait *w, uint32_t first, uint32_
 #pragma unroll
             for (int r = 0; r < NR; r++) {
                 if (r && !two) continue;
-                float s = mk_warp_sum(sumsq[r]), *to = &d->sh->sumsq[d->m.parity][d->warp][r0 + r];
+                float s = mk_warp_sum(sumsq[r]), *to = &d->sh->sumsq[d->memo->parity][d->warp][r0 + r];
                 if (d->lane == 0) *to = more ? __fadd_rn(*to, s) : s;
             }
     }
@@ -136,9 +140,9 @@ MK_DEV void mk_gather(const mk_dev *d, const mk_wait *w, uint32_t first, uint32_
 MK_DEV void mk_rstd_share(const mk_dev *d, uint32_t k, float eps)
 {
     if (d->warp >= d->step->nrows) return;
-    float s = d->lane < MK_WARPS ? d->sh->sumsq[d->m.parity][d->lane][d->warp] : 0.0f;
+    float s = d->lane < MK_WARPS ? d->sh->sumsq[d->memo->parity][d->lane][d->warp] : 0.0f;
     s = mk_warp_sum(s);
-    if (d->lane == 0) d->sh->rstd[d->m.parity][d->warp] = 1.0f / sqrtf(s / (float)k + eps);
+    if (d->lane == 0) d->sh->rstd[d->memo->parity][d->warp] = 1.0f / sqrtf(s / (float)k + eps);
 }
 
 /* HEADNORM: 1/rms of every head of every row, out of the trailers of its slices (ascending). */
@@ -162,18 +166,24 @@ MK_DEV void mk_head_norms(const mk_dev *d, const mk_wait *w, uint32_t heads, uin
 
 /* Instructions that read the same vector with the same prologue gather it once. Returns whether it is staged; if not, the caller stages it now (keep: as a
  * whole). */
-MK_DEV bool mk_staged(mk_dev *d, const mk_wait *w, uint32_t in_off, uint32_t k, uint32_t prologue, uint32_t param_off, bool keep)
+MK_DEV bool mk_staged(const mk_dev *d, const mk_wait *w, uint32_t in_off, uint32_t k, uint32_t prologue, uint32_t param_off, bool keep)
 {
     const uint32_t step = d->step->seq, vector = w->vec | (uint32_t)w->pub << 16, norm = prologue | param_off << 2;
-    bool have = d->m.staged.valid && d->m.staged.step == step && d->m.staged.vector == vector && d->m.staged.first == in_off && d->m.staged.k == k &&
-                d->m.staged.norm == norm;
-    d->m.staged.valid = keep;
-    d->m.staged.step = step;
-    d->m.staged.vector = vector;
-    d->m.staged.first = in_off;
-    d->m.staged.k = k;
-    d->m.staged.norm = norm;
-    return have && keep;
+    mk_memo *m = d->memo;
+    bool have = keep && m->staged.valid && m->staged.step == step && m->staged.vector == vector && m->staged.first == in_off && m->staged.k == k &&
+                m->staged.norm == norm;
+    __syncwarp();
+    if (d->lane == 0 && !have) {
+        m->staged.valid = keep;
+        m->staged.step = step;
+        m->staged.vector = vector;
+        m->staged.first = in_off;
+        m->staged.k = k;
+        m->staged.norm = norm;
+        if (prologue == MK_PRO_RMS) m->parity ^= 1; /* sums of the vector before may still be read */
+    }
+    __syncwarp();
+    return have;
 }
 
 /* ---- the product ---------------------------------------------------------------------------------------------------- */
@@ -221,9 +231,12 @@ MK_DEV uint32_t mk_fp8_pair(uint32_t v)
 /* acc += rows of this warp's tile times the staged vector, over K blocks [kb0, kb1); kb0 is a multiple of t->per and stands at the front of
  * the staging area. x: this lane's column of the staged vector (lanes of columns without a row: NULL); planes follow each other at `plane` bytes (0:
  * there is one). head_rstd: the columns' norms by head, or NULL; K blocks a head: 1 << head_shift. */
-MK_DEV void mk_product(const mk_dev *d, mk_ring *ring, const mk_tile *t, uint32_t kb0, uint32_t kb1, const uint8_t *x, uint32_t plane,
-                       const float *head_rstd, uint32_t head_shift, uint32_t fault, float *acc)
+template <uint32_t RING>
+MK_DEV void mk_product(const mk_dev *d, const mk_tile *t, uint32_t kb0, uint32_t kb1, const uint8_t *x, uint32_t plane,
+                       const float *head_rstd, uint32_t head_shift, float *acc)
 {
+    const uint32_t stages = RING == MK_TAPE ? d->a->static_stages : MK_EXPERT_STAGES;
+    uint32_t at = d->memo->at[RING], lap = d->memo->lap[RING];
     const uint32_t g = d->lane >> 2, l = d->lane & 3, fp8 = t->wtype == MK_W_FP8;
     const uint32_t tile = d->warp & ((1u << t->wt_bits) - 1), wk = d->warp >> t->wt_bits, wks = MK_WARPS >> t->wt_bits;
     const bool mine = tile * 16 < t->rows;
@@ -237,9 +250,9 @@ MK_DEV void mk_product(const mk_dev *d, mk_ring *ring, const mk_tile *t, uint32_
 
     for (uint32_t kb = kb0; kb < kb1; kb += t->per) {
         uint32_t nk = kb1 - kb < t->per ? kb1 - kb : t->per;
-        mk_stage_wait(d, ring->full + 8 * ring->at, ring->parity, fault);
+        mk_stage_wait(d, mk_smem(&d->sh->full[RING][at]), lap, RING == MK_TAPE ? MK_FAULT_TAPE : MK_FAULT_EXPERT);
         __syncwarp();
-        const uint8_t *stage = ring->stage + ring->at * MK_STAGE_STRIDE;
+        const uint8_t *stage = mk_stages(RING) + at * MK_STAGE_STRIDE;
         const float *scale = (const float *)(stage + MK_STAGE_BYTES + (((kb >> t->shift) * total * 4) & 15));
 #pragma unroll 1
         for (uint32_t b = mine ? (wk - kb) & (wks - 1) : nk; b < nk; b += wks) {
@@ -283,12 +296,17 @@ MK_DEV void mk_product(const mk_dev *d, mk_ring *ring, const mk_tile *t, uint32_
             for (int i = 0; i < 4; i++) acc[i] = __fadd_rn(acc[i], part[i]);
         }
         __syncwarp();
-        if (d->lane == 0) mk_mbar_arrive(ring->empty + 8 * ring->at);
-        if (++ring->at == ring->n) {
-            ring->at = 0;
-            ring->parity ^= 1;
+        if (d->lane == 0) mk_mbar_arrive(mk_smem(&d->sh->empty[RING][at]));
+        if (++at == stages) {
+            at = 0;
+            lap ^= 1;
         }
     }
+    if (d->lane == 0) {
+        d->memo->at[RING] = at;
+        d->memo->lap[RING] = lap;
+    }
+    __syncwarp();
 }
 
 /* Column of the staged vector that this lane feeds to the tensor core, or NULL. */
@@ -306,7 +324,7 @@ typedef struct mk_input {
 
 /* Gathers chunk by chunk (not at all when the staging area holds the vector) and multiplies each chunk with the next stages of the static ring;
  * acc is this thread's part of its warp's tile. Leaves 1/rms in rstd[parity], visible after the next barrier. The reduction area is free. */
-MK_DEV void mk_gathered_product(mk_dev *d, const mk_input *x, const mk_tile *t, float *acc)
+MK_DEV void mk_gathered_product(const mk_dev *d, const mk_input *x, const mk_tile *t, float *acc)
 {
     const mk_wait *w = &d->in->wait[0];
     const uint32_t values = mk_kblock_values(t->wtype), chunk = mk_chunk_kblocks(t->wtype, x->planes) / t->per * t->per;
@@ -318,7 +336,6 @@ MK_DEV void mk_gathered_product(mk_dev *d, const mk_input *x, const mk_tile *t, 
     const bool have = mk_staged(d, w, x->in_off, x->k, x->prologue, x->param_off, whole);
 
     if (heads && !have) mk_head_norms(d, w, x->k / x->norm_group, x->norm_group, x->eps);
-    if (rms && !have) d->m.parity ^= 1;
     for (uint32_t kb = 0; kb < t->nkb;) {
         uint32_t end = whole || t->nkb - kb < chunk ? t->nkb : kb + chunk, first = kb * values;
         uint32_t n = (end * values < x->k ? end * values : x->k) - first;
@@ -326,7 +343,7 @@ MK_DEV void mk_gathered_product(mk_dev *d, const mk_input *x, const mk_tile *t, 
         if (!have) mk_gather(d, w, x->in_off + first, n, gamma ? gamma + first : gamma, shape, kb > 0);
         mk_sync(); /* staged; and the reduction area is read */
         if (rms && !have && end == t->nkb) mk_rstd_share(d, x->k, x->eps);
-        mk_product(d, &d->tape, t, kb, end, mk_column(d, shape), shape.plane, norms, head_shift, MK_FAULT_TAPE, acc);
+        mk_product<MK_TAPE>(d, t, kb, end, mk_column(d, shape), shape.plane, norms, head_shift, acc);
         kb = end;
     }
 }

@@ -1,5 +1,5 @@
 /* MLA_PARTIAL on the device, on CUDA cores: an item is eight heads over one split, a page at a time with a running maximum. For the scores a warp has
- * four tokens and its lanes the channels; for the sums a thread has one latent channel of all heads. Semantics: mla_partial.c. */
+ * two tokens and its lanes the channels; for the sums a thread has one latent channel of all heads. Semantics: mla_partial.c. */
 #ifndef MK_MLA_PARTIAL_CUH
 #define MK_MLA_PARTIAL_CUH
 
@@ -15,17 +15,6 @@ typedef struct mk_mla_scratch {
 } mk_mla_scratch;
 static_assert(sizeof(mk_mla_scratch) <= MK_STAGING, "scratch fits the staging area");
 
-/* Four bf16 pairs. */
-MK_DEV void mk_unpack8(uint4 v, float *f)
-{
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        f[2 * i] = __uint_as_float(w[i] << 16);
-        f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
-    }
-}
-
 /* q~ and q_pe of the item's heads: a warp a head. */
 MK_DEV void mk_mla_queries(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_t h0, uint32_t heads, mk_mla_scratch *x)
 {
@@ -40,51 +29,59 @@ MK_DEV void mk_mla_queries(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_
             mk_rotate_pair(to + 2 * i, to + 2 * i + 1, __ldg(d->a->param + m->param_off + latent + i), d->step->row[r].pos);
 }
 
-/* The totals over the warp of 32 values a lane: lane l gets that of value l. */
+/* Lanes that differ in bit M exchange halves of 2 M values and add. */
+template <int M> MK_DEV void mk_fold(float *v, uint32_t lane)
+{
+#pragma unroll
+    for (int i = 0; i < M; i++) {
+        const float lo = v[i], hi = v[i + M];
+        v[i] = __fadd_rn(lane & M ? hi : lo, __shfl_xor_sync(0xffffffffu, lane & M ? lo : hi, M));
+    }
+}
+/* The totals over the warp of 16 values a lane: lane l gets that of value l mod 16. */
 MK_DEV float mk_warp_totals(float *v, uint32_t lane)
 {
-#pragma unroll
-    for (int m = 16; m; m >>= 1)
-#pragma unroll
-        for (int i = 0; i < m; i++) {
-            float keep = lane & m ? v[i + m] : v[i], give = lane & m ? v[i] : v[i + m];
-            v[i] = __fadd_rn(keep, __shfl_xor_sync(0xffffffffu, give, m));
-        }
-    return v[0];
+    mk_fold<8>(v, lane);
+    mk_fold<4>(v, lane);
+    mk_fold<2>(v, lane);
+    mk_fold<1>(v, lane);
+    return __fadd_rn(v[0], __shfl_xor_sync(0xffffffffu, v[0], 16));
 }
 
-/* Scores of the page's tokens [0, tokens): four a warp. */
+/* Scores of the page's tokens [0, tokens): two at a time and warp. */
 MK_DEV void mk_mla_scores(const mk_dev *d, const mk_mla *m, const uint8_t *page, uint32_t tokens, uint32_t heads, mk_mla_scratch *x)
 {
-    constexpr int TOK = MK_PAGE / MK_WARPS;
-    const uint32_t n = m->latent + m->rope, t0 = d->warp * TOK;
-    if (t0 >= tokens) return;
-    float acc[TOK * MK_HEAD_GROUP]; /* [token][head] */
+    constexpr int TOK = 2;
+    const uint32_t n = m->latent + m->rope;
+#pragma unroll 1
+    for (uint32_t t0 = d->warp * TOK; t0 < tokens; t0 += MK_WARPS * TOK) {
+        const uint8_t *c0 = page + (size_t)t0 * n * 2, *c1 = t0 + 1 < tokens ? c0 + n * 2 : c0;
+        float acc[TOK * MK_HEAD_GROUP]; /* [token][head] */
 #pragma unroll
-    for (int i = 0; i < TOK * MK_HEAD_GROUP; i++) acc[i] = 0;
-    for (uint32_t i = 8 * d->lane; i < n; i += 256) {
-        float c[TOK][8];
+        for (int i = 0; i < TOK * MK_HEAD_GROUP; i++) acc[i] = 0;
+#pragma unroll 1
+        for (uint32_t i = 8 * d->lane; i < n; i += 256) {
+            const uint4 a = __ldcg((const uint4 *)(c0 + i * 2)), b = __ldcg((const uint4 *)(c1 + i * 2));
+            const uint32_t u[TOK][4] = {{a.x, a.y, a.z, a.w}, {b.x, b.y, b.z, b.w}};
 #pragma unroll
-        for (int t = 0; t < TOK; t++) {
-            uint32_t at = t0 + t < tokens ? t0 + t : tokens - 1;
-            mk_unpack8(__ldcg((const uint4 *)(page + ((size_t)at * n + i) * 2)), c[t]);
+            for (int k = 0; k < 4; k++) /* pairs of channels */
+#pragma unroll
+                for (int h = 0; h < MK_HEAD_GROUP; h++) {
+                    const float2 q = *(const float2 *)(x->q[h] + i + 2 * k);
+#pragma unroll
+                    for (int t = 0; t < TOK; t++) {
+                        float *sum = &acc[t * MK_HEAD_GROUP + h];
+                        *sum = __fmaf_rn(q.x, __uint_as_float(u[t][k] << 16), *sum);
+                        *sum = __fmaf_rn(q.y, __uint_as_float(u[t][k] & 0xffff0000u), *sum);
+                    }
+                }
         }
-#pragma unroll
-        for (int h = 0; h < MK_HEAD_GROUP; h++) {
-            if (h >= heads) break;
-            const float4 qa = *(const float4 *)(x->q[h] + i), qb = *(const float4 *)(x->q[h] + i + 4);
-            const float q[8] = {qa.x, qa.y, qa.z, qa.w, qb.x, qb.y, qb.z, qb.w};
-#pragma unroll
-            for (int t = 0; t < TOK; t++)
-#pragma unroll
-                for (int k = 0; k < 8; k++) acc[t * MK_HEAD_GROUP + h] = __fmaf_rn(q[k], c[t][k], acc[t * MK_HEAD_GROUP + h]);
-        }
+        const float s = mk_warp_totals(acc, d->lane);
+        const uint32_t t = t0 + (d->lane / MK_HEAD_GROUP & 1), h = d->lane % MK_HEAD_GROUP;
+        if (d->lane < TOK * MK_HEAD_GROUP && t < tokens && h < heads) x->p[h][t] = m->scale * s;
     }
-    const float s = mk_warp_totals(acc, d->lane);
-    const uint32_t t = t0 + d->lane / MK_HEAD_GROUP, h = d->lane % MK_HEAD_GROUP;
-    if (t < tokens && h < heads) x->p[h][t] = m->scale * s;
 }
-static_assert(MK_PAGE / MK_WARPS * MK_HEAD_GROUP == 32, "one total a lane");
+static_assert(MK_HEAD_GROUP == 8, "16 totals: two tokens of a group of heads");
 
 /* Scores -> exp(s - running maximum), by a warp a head; what was summed before shrinks by x->shrink. */
 MK_DEV void mk_mla_softmax(const mk_dev *d, uint32_t tokens, uint32_t heads, bool first, mk_mla_scratch *x)
@@ -162,13 +159,13 @@ MK_DEV void mk_mla_item(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_t s
     mk_sync();
 }
 
-MK_DEV void mk_mla_partial_run(mk_dev *d)
+MK_DEV void mk_mla_partial_run(const mk_dev *d)
 {
     const mk_mla *m = &d->in->mla;
     const uint32_t groups = (m->heads + MK_HEAD_GROUP - 1) / MK_HEAD_GROUP;
     mk_mla_scratch *x = (mk_mla_scratch *)d->sh->staging;
     float *bulk = (float *)mk_bulk_at(d, d->in->signal_vec);
-    d->m.staged.valid = 0;
+    mk_staged_drop(d);
     mk_bulk_wait(d, &d->in->wait[2]);
     for (uint32_t r = 0; r < d->step->nrows; r++) {
         uint32_t items = mk_splits(d->step->row[r].pos) * groups, skip = r % m->parts;

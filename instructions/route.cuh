@@ -122,7 +122,7 @@ MK_DEV void mk_route_row(const mk_dev *d, const mk_route *t, float *s, uint16_t 
     }
 }
 
-MK_DEV void mk_route_run(mk_dev *d)
+MK_DEV void mk_route_run(const mk_dev *d)
 {
     const mk_route *t = &d->in->route;
     const uint32_t nrows = d->step->nrows, n = t->experts, topk = t->topk;
@@ -132,9 +132,9 @@ MK_DEV void mk_route_run(mk_dev *d)
     float *s = (float *)(x + 1);
     if (sizeof *x + nrows * n * 4 > sizeof d->sh->red) { /* the staging area would do as well, but its vector may be wanted again */
         s = (float *)d->sh->staging;
-        d->m.staged.valid = 0;
+        mk_staged_drop(d);
     }
-    if (d->tid == 0) mk_stage_wait(d, mk_smem(&d->sh->route_empty), d->m.route_parity ^ 1, MK_FAULT_ROUTE);
+    if (d->tid == 0) mk_stage_wait(d, mk_smem(&d->sh->route_empty), d->memo->route_parity ^ 1, MK_FAULT_ROUTE);
     mk_sync(); /* the reduction area and what the last layer's route left are free */
     if (d->tid < MK_EXPERT_LANES) x->chosen[d->tid] = 0;
     for (uint32_t i = d->tid; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;
@@ -174,8 +174,10 @@ MK_DEV void mk_route_run(mk_dev *d)
         out->rank[r][j] = (uint8_t)k;
     }
     mk_sync();
-    if (d->tid == 0) mk_mbar_arrive(mk_smem(&d->sh->route_full));
-    d->m.route_parity ^= 1;
+    if (d->tid == 0) {
+        mk_mbar_arrive(mk_smem(&d->sh->route_full));
+        d->memo->route_parity ^= 1;
+    }
 }
 
 #endif

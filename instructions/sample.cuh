@@ -245,12 +245,12 @@ MK_DEV void mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_sa
     }
 }
 
-MK_DEV void mk_sample_run(mk_dev *d)
+MK_DEV void mk_sample_run(const mk_dev *d)
 {
     const mk_sample *s = &d->in->sample;
     mk_sampled *out = (mk_sampled *)mk_local_at(d, d->in->signal_vec);
     mk_sample_scratch *x = (mk_sample_scratch *)d->sh->staging;
-    d->m.staged.valid = 0;
+    mk_staged_drop(d);
     mk_bulk_wait(d, &d->in->wait[1]);
     const float *logits = (const float *)mk_bulk_at(d, d->in->wait[1].vec);
     if (d->tid < MK_MAX_ROWS) {

@@ -34,7 +34,7 @@ MK_CALL void mk_schedule_next(void)
     mk_step_publish(a, &s->next);
 }
 
-MK_DEV void mk_schedule_run(mk_dev *d)
+MK_DEV void mk_schedule_run(const mk_dev *d)
 {
     mk_sync();
     if (d->tid != 0 || mk_load_relaxed(d->a->abort)) return;

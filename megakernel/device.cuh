@@ -13,7 +13,7 @@
 #define MK_WARP_CONTROL   MK_WARPS       /* reads step descriptors, feeds instructions */
 #define MK_WARP_STATIC    (MK_WARPS + 1) /* streams the static tape */
 #define MK_WARP_EXPERT    (MK_WARPS + 2) /* streams the chosen experts' slices */
-#define MK_THREADS        (MK_COMPUTE + 3 * 32)
+#define MK_THREADS        (MK_COMPUTE + 4 * 32) /* whole warpgroups: setmaxnreg */
 
 #define MK_STAGE_BYTES    16384u /* weights of a stage: whole K blocks of one segment */
 #define MK_STAGE_SCALES   640u   /* and the scales of those K blocks */
@@ -89,7 +89,18 @@ typedef struct mk_pairs {
     uint8_t first[MK_MAX_UNION + 4];
 } mk_pairs;
 
-/* A worker's shared memory. The LOCAL vectors and the two rings of stages follow. */
+/* What a compute warp remembers from instruction to instruction. */
+enum { MK_TAPE = 0, MK_EXPERT = 1 }; /* rings of weight stages */
+typedef struct mk_memo {
+    struct {
+        uint32_t valid, step, vector, first, k, norm;
+    } staged; /* what the staging area holds */
+    uint32_t at[2], lap[2]; /* by ring: the next stage, its parity */
+    uint32_t parity;        /* of sumsq and rstd */
+    uint32_t route_parity;  /* of the expert loader's barriers */
+} mk_memo;
+
+/* A worker's shared memory. The expert ring, the static ring and the LOCAL vectors follow. */
 typedef struct mk_shared {
     alignas(128) uint8_t staging[MK_STAGING]; /* gathered vectors; scratch of the opcodes that gather none */
     alignas(16) float red[MK_RED_FLOATS];     /* partial tiles of the compute warps */
@@ -101,9 +112,9 @@ typedef struct mk_shared {
     alignas(16) mk_step step;
     mk_gpu_args args; /* for functions that are not inlined */
     mk_pairs pairs;
+    mk_memo memo[MK_WARPS];
     uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
-    uint64_t static_full[MK_STATIC_MAX], static_empty[MK_STATIC_MAX];
-    uint64_t expert_full[MK_EXPERT_STAGES], expert_empty[MK_EXPERT_STAGES];
+    uint64_t full[2][MK_STATIC_MAX], empty[2][MK_STATIC_MAX]; /* by ring */
     uint64_t route_full, route_empty;
     volatile uint32_t logits[4]; /* of step s, in [s & 3]: (s + 1) * 2 + any_logits */
     volatile uint32_t leave;     /* loaders: stop */
@@ -226,76 +237,29 @@ MK_DEV uint64_t mk_now(void)
 
 /* ---- a worker ------------------------------------------------------------------------------------------------------- */
 
-/* A ring of weight stages as its consumers walk it. */
-typedef struct mk_ring {
-    uint32_t full, empty; /* shared addresses of the barriers */
-    const uint8_t *stage;
-    uint32_t n, at, parity;
-} mk_ring;
-
-/* What a compute thread remembers from instruction to instruction; the same in all of them. */
-typedef struct mk_memo {
-    struct {
-        uint32_t valid, step, vector, first, k, norm;
-    } staged; /* what the staging area holds */
-    uint32_t tape_at, tape_parity, expert_at, expert_parity;
-    uint32_t parity;       /* of sumsq and rstd */
-    uint32_t route_parity; /* of the expert loader's barriers */
-} mk_memo;
-
 /* A compute thread. */
 typedef struct mk_dev {
     const mk_gpu_args *a;
     mk_shared *sh;
-    uint8_t *local;
     const mk_insn *in;
     const mk_step *step;
+    mk_memo *memo; /* the warp's: read by all lanes, written by lane 0 between two __syncwarp */
     uint32_t worker, tid, warp, lane;
-    mk_ring tape, expert;
-    mk_memo m;
 } mk_dev;
 
-MK_DEV uint8_t *mk_local_memory(void)
+MK_DEV uint8_t *mk_stages(uint32_t ring)
 {
-    return mk_dynamic + sizeof(mk_shared);
+    return mk_dynamic + sizeof(mk_shared) + (ring == MK_TAPE ? MK_EXPERT_STAGES * MK_STAGE_STRIDE : 0);
 }
-MK_DEV uint8_t *mk_stages(void)
+MK_DEV uint8_t *mk_local_memory(const mk_gpu_args *a)
 {
-    return mk_local_memory() + ((mk_sh()->args.local_bytes + 127) & ~127u);
+    return mk_stages(MK_TAPE) + a->static_stages * MK_STAGE_STRIDE;
 }
-MK_DEV void mk_dev_enter(mk_dev *d, const mk_insn *in, const mk_memo *m)
+/* The staging area is about to be overwritten. */
+MK_DEV void mk_staged_drop(const mk_dev *d)
 {
-    mk_shared *sh = mk_sh();
-    d->a = &sh->args;
-    d->sh = sh;
-    d->local = mk_local_memory();
-    d->in = in;
-    d->step = &sh->step;
-    d->worker = blockIdx.x;
-    d->tid = threadIdx.x;
-    d->warp = threadIdx.x / 32;
-    d->lane = threadIdx.x % 32;
-    d->m = *m;
-    d->tape.full = mk_smem(sh->static_full);
-    d->tape.empty = mk_smem(sh->static_empty);
-    d->tape.stage = mk_stages();
-    d->tape.n = sh->args.static_stages;
-    d->tape.at = m->tape_at;
-    d->tape.parity = m->tape_parity;
-    d->expert.full = mk_smem(sh->expert_full);
-    d->expert.empty = mk_smem(sh->expert_empty);
-    d->expert.stage = d->tape.stage + d->tape.n * MK_STAGE_STRIDE;
-    d->expert.n = MK_EXPERT_STAGES;
-    d->expert.at = m->expert_at;
-    d->expert.parity = m->expert_parity;
-}
-MK_DEV void mk_dev_leave(const mk_dev *d, mk_memo *m)
-{
-    *m = d->m;
-    m->tape_at = d->tape.at;
-    m->tape_parity = d->tape.parity;
-    m->expert_at = d->expert.at;
-    m->expert_parity = d->expert.parity;
+    __syncwarp();
+    if (d->lane == 0) d->memo->staged.valid = 0;
 }
 
 typedef struct mk_spin {
@@ -394,7 +358,7 @@ MK_DEV void mk_bulk_signal(const mk_dev *d, uint32_t vec)
 
 MK_DEV void *mk_local_at(const mk_dev *d, uint32_t vec)
 {
-    return d->local + d->sh->vec[vec].offset;
+    return mk_local_memory(d->a) + d->sh->vec[vec].offset;
 }
 MK_DEV void *mk_bulk_at(const mk_dev *d, uint32_t vec)
 {

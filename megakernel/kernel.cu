@@ -26,7 +26,7 @@
 /* ---- compute -------------------------------------------------------------------------------------------------------- */
 
 /* The two opcodes of the static tape share their loop. */
-MK_DEV void mk_matrix_run(mk_dev *d)
+MK_DEV void mk_matrix_run(const mk_dev *d)
 {
     const bool head = d->in->opcode == MK_OP_LM_HEAD;
     mk_tile t;
@@ -47,62 +47,46 @@ MK_DEV void mk_matrix_run(mk_dev *d)
         mk_gemv_finish(d, &t);
 }
 
-/* One function an opcode: each has the registers for itself. */
-#define OPCODE(name)                                                                                                   \
-    MK_CALL void run_##name(const mk_insn *in, mk_memo *m)                                                             \
-    {                                                                                                                  \
-        mk_dev d;                                                                                                      \
-        mk_dev_enter(&d, in, m);                                                                                       \
-        mk_##name##_run(&d);                                                                                           \
-        mk_dev_leave(&d, m);                                                                                           \
-    }
-OPCODE(embed)
-OPCODE(matrix)
-OPCODE(conv_step)
-OPCODE(delta_step)
-OPCODE(kv_append)
-OPCODE(mla_partial)
-OPCODE(combine)
-OPCODE(route)
-OPCODE(expert_up)
-OPCODE(expert_down)
-OPCODE(sample)
-OPCODE(schedule)
-
-MK_DEV void compute(void)
+MK_DEV void compute(const mk_gpu_args *a)
 {
     mk_shared *sh = mk_sh();
-    const mk_gpu_args *a = &sh->args;
-    mk_memo m;
-    memset(&m, 0, sizeof m);
+    mk_dev d;
+    d.a = a;
+    d.sh = sh;
+    d.step = &sh->step;
+    d.worker = blockIdx.x;
+    d.tid = threadIdx.x;
+    d.warp = threadIdx.x / 32;
+    d.lane = threadIdx.x % 32;
+    d.memo = &sh->memo[d.warp];
 
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
-    uint32_t first = a->queue[blockIdx.x], end = a->queue[blockIdx.x + 1];
-    if (threadIdx.x == 0 && end > first && a->insn[end - 1].opcode == MK_OP_SCHEDULE) mk_schedule_next();
+    uint32_t first = a->queue[d.worker], end = a->queue[d.worker + 1];
+    if (d.tid == 0 && end > first && a->insn[end - 1].opcode == MK_OP_SCHEDULE) mk_schedule_next();
     __syncwarp();
 
     for (uint32_t n = 0;; n++) {
         uint32_t slot = n % MK_INSN_RING, parity = n / MK_INSN_RING & 1;
         while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), parity)) {}
-        const mk_insn *in = &sh->insn[slot];
-        switch (in->opcode) {
-        case MK_OP_EMBED: run_embed(in, &m); break;
+        d.in = &sh->insn[slot];
+        switch (d.in->opcode) {
+        case MK_OP_EMBED: mk_embed_run(&d); break;
         case MK_OP_GEMV:
-        case MK_OP_LM_HEAD: run_matrix(in, &m); break;
-        case MK_OP_CONV_STEP: run_conv_step(in, &m); break;
-        case MK_OP_DELTA_STEP: run_delta_step(in, &m); break;
-        case MK_OP_KV_APPEND: run_kv_append(in, &m); break;
-        case MK_OP_MLA_PARTIAL: run_mla_partial(in, &m); break;
-        case MK_OP_COMBINE: run_combine(in, &m); break;
-        case MK_OP_ROUTE: run_route(in, &m); break;
-        case MK_OP_EXPERT_UP: run_expert_up(in, &m); break;
-        case MK_OP_EXPERT_DOWN: run_expert_down(in, &m); break;
-        case MK_OP_SAMPLE: run_sample(in, &m); break;
-        case MK_OP_SCHEDULE: run_schedule(in, &m); break;
+        case MK_OP_LM_HEAD: mk_matrix_run(&d); break;
+        case MK_OP_CONV_STEP: mk_conv_step_run(&d); break;
+        case MK_OP_DELTA_STEP: mk_delta_step_run(&d); break;
+        case MK_OP_KV_APPEND: mk_kv_append_run(&d); break;
+        case MK_OP_MLA_PARTIAL: mk_mla_partial_run(&d); break;
+        case MK_OP_COMBINE: mk_combine_run(&d); break;
+        case MK_OP_ROUTE: mk_route_run(&d); break;
+        case MK_OP_EXPERT_UP: mk_expert_up_run(&d); break;
+        case MK_OP_EXPERT_DOWN: mk_expert_down_run(&d); break;
+        case MK_OP_SAMPLE: mk_sample_run(&d); break;
+        case MK_OP_SCHEDULE: mk_schedule_run(&d); break;
         default: return;
         }
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
+        if (d.lane == 0) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
     }
 }
 
@@ -222,7 +206,7 @@ MK_DEV void feed_drain(const mk_feed *f)
 MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, first = a->seg_first[worker], end = a->seg_first[worker + 1];
-    mk_feed f = {mk_smem(sh->static_full), mk_smem(sh->static_empty), mk_smem(mk_stages()), a->static_stages, 0, 0, mk_evict_first(), sh};
+    mk_feed f = {mk_smem(sh->full[MK_TAPE]), mk_smem(sh->empty[MK_TAPE]), mk_smem(mk_stages(MK_TAPE)), a->static_stages, 0, 0, mk_evict_first(), sh};
     bool on = first < end;
     for (uint32_t seq = 0; on; seq++)
         for (uint32_t i = first; i < end && on; i++) {
@@ -240,7 +224,7 @@ MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh)
 MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, first = a->expert_first[worker], end = a->expert_first[worker + 1];
-    mk_feed f = {mk_smem(sh->expert_full), mk_smem(sh->expert_empty), mk_smem(mk_stages() + a->static_stages * MK_STAGE_STRIDE), MK_EXPERT_STAGES, 0, 0, mk_evict_first(), sh};
+    mk_feed f = {mk_smem(sh->full[MK_EXPERT]), mk_smem(sh->empty[MK_EXPERT]), mk_smem(mk_stages(MK_EXPERT)), MK_EXPERT_STAGES, 0, 0, mk_evict_first(), sh};
     uint32_t parity = 0;
     bool on = first < end;
     while (on) {
@@ -253,7 +237,7 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
                 any = 1;
                 while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !sh->leave;
                 parity ^= 1;
-                routes = (const mk_routes *)(mk_local_memory() + sh->vec[in->signal_vec].offset);
+                routes = (const mk_routes *)(mk_local_memory(a) + sh->vec[in->signal_vec].offset);
                 n_union = on ? routes->n_union : 0;
             } else {
                 const mk_expert e = in->expert;
@@ -263,7 +247,7 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
                 for (uint32_t j = 0; j < n_union && on; j++) {
                     const uint8_t *base = a->expert + e.base + routes->expert[j] * e.expert_stride;
                     for (uint32_t t = up ? mk_deal_first(j, T, worker, a->workers) : e.t; t < T && on; t += up ? a->workers : T) {
-                        uint32_t rows = up ? 2 * (mk_start(t + 1, e.inter, T) - mk_start(t, e.inter, T)) : e.n;
+                        uint32_t rows = up ? 2 * (mk_cut(t + 1, e.inter, T) - mk_cut(t, e.inter, T)) : e.n;
                         on = feed_segment(&f, base + (uint64_t)t * e.slice_stride, scales, rows * MK_KBLOCK_BYTES, nkb,
                                           mk_stage_kblocks(e.wtype, rows, 1), nsegs, 1);
                     }
@@ -287,33 +271,34 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
             mk_mbar_init(&sh->insn_full[i], 1);
             mk_mbar_init(&sh->insn_empty[i], MK_WARPS);
         }
-        for (uint32_t i = 0; i < MK_STATIC_MAX; i++) {
-            mk_mbar_init(&sh->static_full[i], 1);
-            mk_mbar_init(&sh->static_empty[i], MK_WARPS);
-        }
-        for (uint32_t i = 0; i < MK_EXPERT_STAGES; i++) {
-            mk_mbar_init(&sh->expert_full[i], 1);
-            mk_mbar_init(&sh->expert_empty[i], MK_WARPS);
+        for (uint32_t i = 0; i < 2 * MK_STATIC_MAX; i++) {
+            mk_mbar_init(&sh->full[0][i], 1);
+            mk_mbar_init(&sh->empty[0][i], MK_WARPS);
         }
         mk_mbar_init(&sh->route_full, 1);
         mk_mbar_init(&sh->route_empty, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
         sh->leave = 0;
+        memset(sh->memo, 0, sizeof sh->memo);
         sh->args = a;
     }
     for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 4; i += MK_THREADS) ((uint32_t *)sh->vec)[i] = ((const uint32_t *)a.vec)[i];
     __syncthreads();
 
     if (warp < MK_WARPS) {
-        compute();
-    } else if (warp == MK_WARP_CONTROL) {
-        control(&sh->args, sh);
-    } else if (threadIdx.x % 32 == 0) {
-        if (warp == MK_WARP_STATIC)
-            stream_static(&sh->args, sh);
-        else
-            stream_experts(&sh->args, sh);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 112;"); /* 512 x 112 + 128 x 32 = 640 x 96, what the launch gave */
+        compute(&a);
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        if (warp == MK_WARP_CONTROL) {
+            control(&a, sh);
+        } else if (threadIdx.x % 32 == 0) {
+            if (warp == MK_WARP_STATIC)
+                stream_static(&a, sh);
+            else if (warp == MK_WARP_EXPERT)
+                stream_experts(&a, sh);
+        }
     }
 }
 
