@@ -6,7 +6,16 @@
  *  - CLOSE is always accepted, once. What runs is cancelled and answered before CLOSED.
  *
  * A slot goes FREE -> OPEN -> CLOSING -> FREE, the last step when the device says CLOSED: until then it may touch pages, state and log.
- * Stream id = slot generation * 65,536 + slot. State slot = slot: every stream has exactly one. */
+ * Stream id = slot generation * 65,536 + slot. State slot = slot: every stream has exactly one.
+ *
+ * After MK_EV_RESTARTED (the kernel hung and was launched anew):
+ *  - kept: slots, ids, owners, pages, sampling, stop ids, token logs, the rest of each stream's credits;
+ *  - failed: everything that ran gets its one answer with reason ERROR. Tokens that were delivered stay in the stream; those of a failed
+ *    append do not, not even where the device had processed some. What was closing is closed;
+ *  - rebuilt: cache and recurrent state of every stream that is open, by an OPEN and one internal APPEND of its whole log, whose APPENDED nobody
+ *    hears of. A stream without a row in the aborted step has sound memory, but the new SCHEDULE has no entry that would say "this slot
+ *    is at position n", and one way is enough for what should never happen. Rows do not depend on their neighbours, so the rebuilt state is the
+ *    lost one, bit for bit. New requests queue behind the rebuilding; a cancel waits for it, because it would cut the log. */
 #include "host/streams.h"
 
 #include <math.h>
@@ -19,6 +28,7 @@ enum slot_state { SLOT_FREE = 0, SLOT_OPEN, SLOT_CLOSING };
 typedef struct request {
     uint32_t tag; /* as the engine knows it */
     uint64_t user;
+    uint32_t begin; /* appends: tokens in the log before it */
 } request;
 
 typedef struct stream {
@@ -32,10 +42,15 @@ typedef struct stream {
     request append[MK_MAX_APPENDS];
     int generating, cancelling;
     request gen;
+    uint32_t produced; /* tokens of the running generation */
     uint64_t t_submit, t_first;
     int dropped;     /* the owner is gone: no reports */
     int close_later; /* CLOSE is still to be submitted: the ring was full */
     request close;
+    uint64_t published; /* tokens that count against the slot's credits */
+    int restart;        /* the kernel was launched anew: failures to report, then OPEN and APPEND to submit */
+    int rebuilding;     /* that APPEND runs */
+    uint32_t rebuild_tag;
 } stream;
 
 struct mk_streams {
@@ -44,7 +59,7 @@ struct mk_streams {
     stream *st;         /* [slots] */
     uint32_t *free_page; /* stack, [pages] */
     uint32_t n_free_page;
-    uint32_t n_close_later;
+    uint32_t n_close_later, n_restart;
     uint32_t next_slot; /* where OPEN looks first: slots are reused as late as possible */
     uint32_t next_tag;
     mk_streams_stats stats;
@@ -127,6 +142,13 @@ static int submit(mk_streams *s, const stream *t, enum mk_submit_op op, uint32_t
     return mk_engine_submit(s->e, &e, err);
 }
 
+/* A stream that waits to be rebuilt takes nothing: the order of entries matters. The next poll rebuilds it. */
+static int check_rebuilt(const stream *t, mk_err *err)
+{
+    if (!t->restart) return MK_OK;
+    return mk_fail(err, MK_E_CAPACITY, "the device has just been restarted and this stream is not back yet");
+}
+
 static int running(const stream *t)
 {
     return t->generating || t->n_append;
@@ -198,6 +220,7 @@ int mk_streams_append(mk_streams *s, uint64_t owner, uint64_t id, const uint32_t
 {
     stream *t = find(s, owner, id, err);
     if (!t) return refuse(s, MK_E_WIRE);
+    if (check_rebuilt(t, err)) return refuse(s, MK_E_CAPACITY);
     if (n == 0) return refuse(s, mk_fail(err, MK_E_WIRE, "append of no tokens"));
     if (t->cancelling) return refuse(s, mk_fail(err, MK_E_WIRE, "stream %llu is busy: a cancel is under way", (unsigned long long)id));
     if (t->generating)
@@ -213,7 +236,7 @@ int mk_streams_append(mk_streams *s, uint64_t owner, uint64_t id, const uint32_t
             return refuse(s, mk_fail(err, MK_E_WIRE, "token %u of the append is %u, outside the vocabulary of %u", i, tokens[i], s->vocab));
     if (!running(t)) set_cancel(s, t, 0);
     memcpy(mk_engine_tokens(s->e, (uint32_t)(t - s->st)) + t->len, tokens, (size_t)n * sizeof *tokens);
-    request r = {.tag = s->next_tag++, .user = tag};
+    request r = {.tag = s->next_tag++, .user = tag, .begin = t->len};
     int rc = submit(s, t, MK_SUB_APPEND, n, logprobs ? MK_APPEND_LOGPROBS : 0, r.tag, err);
     if (rc) return refuse(s, rc);
     t->append[t->n_append++] = r;
@@ -226,6 +249,7 @@ int mk_streams_generate(mk_streams *s, uint64_t owner, uint64_t id, const mk_gen
 {
     stream *t = find(s, owner, id, err);
     if (!t || (g->own_stop && check_stops(s, g->n_stop, g->stop, err))) return refuse(s, MK_E_WIRE);
+    if (check_rebuilt(t, err)) return refuse(s, MK_E_CAPACITY);
     if (t->cancelling) return refuse(s, mk_fail(err, MK_E_WIRE, "stream %llu is busy: a cancel is under way", (unsigned long long)id));
     if (t->generating) return refuse(s, mk_fail(err, MK_E_WIRE, "stream %llu is busy: it generates already", (unsigned long long)id));
     if (t->len == 0)
@@ -242,6 +266,7 @@ int mk_streams_generate(mk_streams *s, uint64_t owner, uint64_t id, const mk_gen
     if (rc) return refuse(s, rc);
     t->generating = 1;
     t->gen = r;
+    t->produced = 0;
     t->t_submit = now;
     t->t_first = 0;
     return MK_OK;
@@ -263,6 +288,7 @@ static void cancel(mk_streams *s, stream *t)
 {
     if (!running(t) || t->cancelling) return;
     t->cancelling = 1;
+    if (t->rebuilding || t->restart) return; /* the flag is set once the log is back */
     set_cancel(s, t, 1);
     mk_engine_doorbell(s->e);
 }
@@ -280,6 +306,7 @@ static void begin_close(mk_streams *s, stream *t, uint64_t tag)
 {
     t->state = SLOT_CLOSING;
     t->close = (request){.tag = s->next_tag++, .user = tag};
+    if (t->restart) return; /* closed when its failures have been reported */
     if (submit(s, t, MK_SUB_CLOSE, 0, 0, t->close.tag, NULL) != MK_OK) {
         t->close_later = 1;
         s->n_close_later++;
@@ -347,6 +374,8 @@ static int handle(mk_streams *s, const mk_event *ev, mk_report *r)
         if (!t->generating || ev->tag != t->gen.tag || ev->position >= t->context) return 0;
         mk_engine_tokens(s->e, ev->slot)[ev->position] = ev->token;
         t->len = ev->position + 1;
+        t->published++;
+        t->produced++;
         if (!t->t_first) t->t_first = now_ns();
         s->stats.generated_tokens++;
         r->tag = t->gen.user;
@@ -356,6 +385,14 @@ static int handle(mk_streams *s, const mk_event *ev, mk_report *r)
         r->tag = t->append[0].user;
         break;
     case MK_EV_APPENDED:
+        if (t->rebuilding && ev->tag == t->rebuild_tag) {
+            t->rebuilding = 0;
+            if (t->cancelling && running(t)) {
+                set_cancel(s, t, 1);
+                mk_engine_doorbell(s->e);
+            }
+            return 0;
+        }
         if (!t->n_append || ev->tag != t->append[0].tag) return 0;
         r->tag = t->append[0].user;
         t->n_append--;
@@ -385,14 +422,86 @@ static int handle(mk_streams *s, const mk_event *ev, mk_report *r)
     return !t->dropped;
 }
 
+/* ---- after a relaunch ----------------------------------------------------------------------------------------------- */
+
+static void restarted(mk_streams *s)
+{
+    s->n_restart = s->n_close_later = 0;
+    for (uint32_t i = 0; i < s->slots; i++) {
+        stream *t = &s->st[i];
+        t->close_later = t->rebuilding = 0;
+        if (t->n_append && !t->restart) t->len = t->append[0].begin;
+        t->restart = t->state != SLOT_FREE;
+        s->n_restart += (uint32_t)t->restart;
+    }
+}
+
+/* Ends the stream's oldest request; returns what there is to report (dropped streams: nothing). */
+static uint32_t fail_one(mk_streams *s, stream *t, mk_report *r)
+{
+    mk_event ev = {.slot = (uint16_t)(t - s->st), .generation = t->generation, .position = t->len, .reason = MK_DONE_ERROR};
+    if (t->n_append) {
+        ev.kind = MK_EV_APPENDED;
+        ev.tag = t->append[0].tag;
+    } else if (t->generating) {
+        ev.kind = MK_EV_DONE;
+        ev.tag = t->gen.tag;
+        ev.arg = t->produced;
+    } else {
+        ev.kind = MK_EV_CLOSED;
+        ev.tag = t->close.tag;
+        ev.reason = 0;
+    }
+    return (uint32_t)handle(s, &ev, r);
+}
+
+static int rebuild(mk_streams *s, stream *t)
+{
+    mk_slot *slot = mk_engine_slot(s->e, (uint32_t)(t - s->st));
+    if (slot->credits != UINT64_MAX) slot->credits -= t->published; /* the device counts from OPEN */
+    t->published = 0;
+    set_cancel(s, t, 0);
+    t->cancelling = 0;
+    if (submit(s, t, MK_SUB_OPEN, 0, 0, 0, NULL)) return 0;
+    uint32_t tag = s->next_tag++;
+    if (t->len && submit(s, t, MK_SUB_APPEND, t->len, 0, tag, NULL)) return 0;
+    t->rebuilding = t->len != 0;
+    t->rebuild_tag = tag;
+    return 1;
+}
+
+/* Goes on where room for reports or the submit ring's ended the last time. */
+static uint32_t restart_streams(mk_streams *s, mk_report *r, uint32_t n)
+{
+    uint32_t k = 0;
+    for (uint32_t i = 0; i < s->slots && s->n_restart; i++) {
+        stream *t = &s->st[i];
+        if (!t->restart) continue;
+        while (k < n && (running(t) || t->state == SLOT_CLOSING)) k += fail_one(s, t, &r[k]);
+        if (running(t) || t->state == SLOT_CLOSING) return k;
+        if (t->state == SLOT_OPEN && !rebuild(s, t)) return k;
+        t->restart = 0;
+        s->n_restart--;
+    }
+    return k;
+}
+
 uint32_t mk_streams_poll(mk_streams *s, mk_report *r, uint32_t n)
 {
+    uint32_t k = s->n_restart ? restart_streams(s, r, n) : 0;
     if (s->n_close_later) retry_closes(s);
-    uint32_t k = 0;
     while (k < n) {
         mk_event ev[64];
         uint32_t want = n - k < 64 ? n - k : 64, got = mk_engine_events(s->e, ev, want);
-        for (uint32_t i = 0; i < got; i++) k += (uint32_t)handle(s, &ev[i], &r[k]);
+        for (uint32_t i = 0; i < got; i++) {
+            if (ev[i].kind != MK_EV_RESTARTED) {
+                k += (uint32_t)handle(s, &ev[i], &r[k]);
+                continue;
+            }
+            /* the last event there is: the rings are empty */
+            restarted(s);
+            k += restart_streams(s, r + k, n - k);
+        }
         if (got < want) break;
     }
     return k;

@@ -38,6 +38,10 @@ enum mk_event_kind {
     MK_EV_APPENDED = 3, /* the append is through: position = tokens now in the stream; reason */
     MK_EV_DONE = 4,     /* the generation is over: reason, arg = tokens generated, position = tokens now in the stream */
     MK_EV_CLOSED = 5,
+    /* From the machine, not from the device; names no slot. The kernel was launched anew and its SCHEDULE knows no stream: whatever was submitted
+     * before is gone, and nothing of it is answered any more. Arena (slots, page tables, token logs) and weights are as they were; cache
+     * pages and recurrent state must be taken for lost. */
+    MK_EV_RESTARTED = 6,
 };
 enum mk_reason {
     MK_DONE_LENGTH = 1,   /* budget of the request used */

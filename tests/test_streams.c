@@ -479,6 +479,186 @@ static void test_cancel_all(void **state)
     rig_free(&g);
 }
 
+/* ---- a relaunch ------------------------------------------------------------------------------------------------------ */
+
+/* Everything that runs gets one answer with reason ERROR; the stream goes on where its delivered tokens end. */
+static void test_restart_generation(void **state)
+{
+    (void)state;
+    rig g = rig_new(2, 256, 8);
+    mk_report r[128];
+    uint64_t id = open_ok(&g, 1, 0);
+    append(&g, 1, id, 10, 1);
+    generate(&g, 1, id, 50, 2);
+    for (int i = 0; i < 12; i++) fake_run(g.e);
+    g.e->hung = 1;
+    uint32_t n = settle(&g, r, 128);
+    assert_int_equal(r[0].ev.kind, MK_EV_APPENDED);
+    assert_int_equal(r[0].ev.reason, 0);
+    uint32_t tokens = n - 2; /* what the device had published before is delivered */
+    assert_true(tokens > 5 && tokens < 50);
+    assert_int_equal(r[n - 1].ev.kind, MK_EV_DONE);
+    assert_int_equal(r[n - 1].ev.reason, MK_DONE_ERROR);
+    assert_int_equal(r[n - 1].tag, 2);
+    assert_int_equal(r[n - 1].ev.arg, tokens);
+    assert_int_equal(r[n - 1].ev.position, 10 + tokens);
+    assert_int_equal(r[n - 1].prompt_tokens, 10);
+    assert_int_equal(stats(&g).requests_running, 0);
+    assert_int_equal(g.e->sched.st[0].pos, 10 + tokens - 1); /* the whole log was processed again; its last token is pending */
+    assert_int_equal(generate(&g, 1, id, 5, 3), MK_OK);
+    n = settle(&g, r, 128);
+    assert_int_equal(n, 6);
+    for (uint32_t i = 0; i < 5; i++) {
+        assert_int_equal(r[i].ev.position, 10 + tokens + i);
+        assert_int_equal(r[i].ev.token, fake_token(10 + tokens + i, VOCAB));
+    }
+    assert_int_equal(r[5].ev.reason, MK_DONE_LENGTH);
+    rig_free(&g);
+}
+
+/* Of failed appends nothing stays; a generation queued behind them fails, too. */
+static void test_restart_appends(void **state)
+{
+    (void)state;
+    rig g = rig_new(2, 512, 16);
+    mk_report r[64];
+    uint64_t id = open_ok(&g, 1, 0);
+    append(&g, 1, id, 5, 1);
+    settle(&g, r, 64);
+    append(&g, 1, id, 100, 2);
+    append(&g, 1, id, 20, 3);
+    generate(&g, 1, id, 4, 4);
+    fake_run(g.e);
+    g.e->hung = 1;
+    mk_streams_cancel(g.s, 1, id, &g.err); /* too late to matter */
+    assert_int_equal(settle(&g, r, 64), 3);
+    static const uint64_t tag[] = {2, 3, 4};
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(r[i].ev.kind, i < 2 ? MK_EV_APPENDED : MK_EV_DONE);
+        assert_int_equal(r[i].tag, tag[i]);
+        assert_int_equal(r[i].ev.reason, MK_DONE_ERROR);
+        assert_int_equal(r[i].ev.position, 5);
+    }
+    assert_int_equal(append(&g, 1, id, 507, 5), MK_OK); /* the room is there again, and no cancel is under way */
+    assert_int_equal(settle(&g, r, 64), 1);
+    assert_int_equal(r[0].ev.reason, 0);
+    assert_int_equal(r[0].ev.position, 512);
+    rig_free(&g);
+}
+
+/* Idle streams are rebuilt as well; an entry that the old kernel never took is made good; closing streams close; dropped ones vanish. */
+static void test_restart_others(void **state)
+{
+    (void)state;
+    rig g = rig_new(5, 128, 10);
+    mk_report r[64];
+    uint64_t idle = open_ok(&g, 1, 0), closing = open_ok(&g, 1, 0), dropped = open_ok(&g, 2, 0), busy = open_ok(&g, 1, 0);
+    append(&g, 1, idle, 30, 1);
+    append(&g, 1, closing, 30, 2);
+    append(&g, 2, dropped, 30, 3);
+    append(&g, 1, busy, 8, 4);
+    settle(&g, r, 64);
+    generate(&g, 1, closing, 50, 5);
+    generate(&g, 2, dropped, 50, 6);
+    fake_run(g.e);
+    mk_report before[8];
+    mk_streams_poll(g.s, before, 8);
+    g.e->hung = 1;
+    assert_int_equal(mk_streams_close(g.s, 1, closing, 7, &g.err), MK_OK);
+    mk_streams_drop_owner(g.s, 2);
+    uint64_t late = open_ok(&g, 1, 0);
+    assert_int_equal(append(&g, 1, late, 3, 8), MK_OK);
+    uint32_t n = settle(&g, r, 64);
+    assert_int_equal(n, 3);
+    assert_int_equal(r[0].ev.kind, MK_EV_DONE);
+    assert_int_equal(r[0].tag, 5);
+    assert_int_equal(r[0].ev.reason, MK_DONE_ERROR);
+    assert_int_equal(r[1].ev.kind, MK_EV_CLOSED);
+    assert_int_equal(r[1].tag, 7);
+    assert_int_equal(r[2].ev.kind, MK_EV_APPENDED);
+    assert_int_equal(r[2].tag, 8);
+    assert_int_equal(r[2].ev.position, 0);
+    assert_int_equal(stats(&g).slots_used, 3);
+    assert_int_equal(stats(&g).pages_used, 6);
+    assert_int_equal(generate(&g, 1, idle, 2, 9), MK_OK);
+    assert_int_equal(generate(&g, 1, busy, 2, 10), MK_OK);
+    assert_int_equal(generate(&g, 1, late, 2, 11), MK_E_WIRE); /* empty */
+    n = settle(&g, r, 64);
+    assert_int_equal(n, 6);
+    for (uint32_t i = 0; i < n; i++)
+        if (r[i].ev.kind == MK_EV_TOKEN) assert_int_equal(r[i].ev.token, fake_token(r[i].ev.position, VOCAB));
+    rig_free(&g);
+}
+
+/* A cancel while a stream is rebuilt must not cut its log; credits go on where they were. */
+static void test_restart_cancel_credits(void **state)
+{
+    (void)state;
+    rig g = rig_new(2, 512, 16);
+    mk_report r[64];
+    mk_open o = plain(0);
+    o.credits = 10;
+    uint64_t id;
+    assert_int_equal(mk_streams_open(g.s, 1, &o, &id, &g.err), MK_OK);
+    append(&g, 1, id, 200, 1);
+    generate(&g, 1, id, 7, 2);
+    assert_int_equal(settle(&g, r, 64), 1 + 7 + 1);
+    g.e->hung = 1;
+    assert_int_equal(mk_streams_poll(g.s, r, 64), 0);
+    fake_run(g.e); /* 8 tokens of the log are back */
+    assert_int_equal(generate(&g, 1, id, 7, 3), MK_OK);
+    assert_int_equal(mk_streams_cancel(g.s, 1, id, &g.err), MK_OK);
+    uint32_t n = settle(&g, r, 64);
+    assert_int_equal(r[n - 1].ev.kind, MK_EV_DONE);
+    assert_int_equal(r[n - 1].ev.reason, MK_DONE_CANCELLED);
+    assert_int_equal(r[n - 1].ev.position, 207 + n - 1);
+    uint32_t used = 7 + n - 1;
+    assert_int_equal(generate(&g, 1, id, 7, 4), MK_OK);
+    n = settle(&g, r, 64);
+    assert_int_equal(n, 10 - used); /* and then it waits for credits */
+    assert_int_equal(mk_streams_credit(g.s, 1, id, 7, &g.err), MK_OK);
+    n = settle(&g, r, 64);
+    assert_int_equal(r[n - 1].ev.reason, MK_DONE_LENGTH);
+    rig_free(&g);
+}
+
+/* Little room for reports, little room in the submit ring, a second hang before the first is dealt with. */
+static void test_restart_tight(void **state)
+{
+    (void)state;
+    rig g = rig_new(8, 128, 16);
+    mk_report r[64];
+    uint64_t id[8];
+    for (uint64_t i = 0; i < 8; i++) {
+        id[i] = open_ok(&g, i, 0);
+        append(&g, i, id[i], 9, 1);
+        generate(&g, i, id[i], 50, 2);
+    }
+    uint32_t answers[8] = {0}, left = 200;
+    while (left--) {
+        if (left == 195 || left == 190) g.e->hung = 1;
+        g.e->submit_limit = left > 100 ? 3 : MK_SUBMIT_RING;
+        uint32_t n = mk_streams_poll(g.s, r, 1);
+        if (n && r[0].ev.reason) {
+            assert_int_equal(r[0].ev.reason, MK_DONE_ERROR);
+            answers[r[0].owner]++;
+        }
+        if (n && r[0].ev.kind == MK_EV_DONE && append(&g, r[0].owner, r[0].stream, 1, 3) != MK_OK) assert_int_equal(g.err.code, MK_E_CAPACITY);
+        if (left < 190) fake_run(g.e);
+    }
+    settle(&g, r, 64);
+    for (uint64_t i = 0; i < 8; i++) {
+        assert_true(answers[i] >= 2);
+        uint32_t at = g.e->sched.st[id[i] & 0xffff].len + 1;
+        assert_int_equal(append(&g, i, id[i], 1, 3), MK_OK);
+        assert_int_equal(generate(&g, i, id[i], 3, 4), MK_OK);
+        uint32_t n = settle(&g, r, 64);
+        assert_int_equal(n, 5);
+        for (uint32_t k = 1; k < 4; k++) assert_int_equal(r[k].ev.token, fake_token(at + k - 1, VOCAB));
+    }
+    rig_free(&g);
+}
+
 /* ---- random operations ---------------------------------------------------------------------------------------------- */
 
 #define FUZZ_IDS 4096
@@ -593,6 +773,7 @@ static void test_fuzz(void **state)
             break;
         default: fake_run(g.e);
         }
+        if (rnd(300) == 0) g.e->hung = 1;
         check_reports(&g, sh, n, 1 + rnd(32));
         mk_streams_stats st = stats(&g);
         assert_true(st.slots_used <= st.slots && st.pages_used <= st.pages);
@@ -635,7 +816,10 @@ int main(void)
         cmocka_unit_test(test_credits),               cmocka_unit_test(test_close_while_running),
         cmocka_unit_test(test_drop_owner),            cmocka_unit_test(test_late_events),
         cmocka_unit_test(test_ring_full),             cmocka_unit_test(test_logprobs),
-        cmocka_unit_test(test_cancel_all),            cmocka_unit_test(test_fuzz),
+        cmocka_unit_test(test_cancel_all),            cmocka_unit_test(test_restart_generation),
+        cmocka_unit_test(test_restart_appends),       cmocka_unit_test(test_restart_others),
+        cmocka_unit_test(test_restart_cancel_credits), cmocka_unit_test(test_restart_tight),
+        cmocka_unit_test(test_fuzz),
     };
     return cmocka_run_group_tests_name("streams", tests, NULL, NULL);
 }

@@ -20,6 +20,7 @@ struct mk_engine {
     mk_submit submit[MK_SUBMIT_RING];
     mk_event event[MK_EVENT_RING];
     mk_event extra; /* kind != 0: delivered before the ring's next event */
+    int hung;       /* no steps, no entries taken; what is in the event ring is delivered, then RESTARTED */
 };
 
 static mk_engine *fake_engine_new(uint32_t slots, uint32_t context, uint32_t pages, uint32_t vocab)
@@ -57,6 +58,7 @@ static uint32_t fake_token(uint32_t position, uint32_t vocab)
 static uint32_t fake_run(mk_engine *e)
 {
     mk_sched *s = &e->sched;
+    if (e->hung) return 0;
     mk_sched_compose(s, s->step);
     const mk_step *d = &s->next;
     if (!d->nrows) return 0;
@@ -79,6 +81,20 @@ static uint32_t fake_run(mk_engine *e)
     s->step++;
     e->steps++;
     return d->nrows;
+}
+
+/* Empty rings, a scheduler that knows nothing; the arena stays. */
+static void fake_relaunch(mk_engine *e)
+{
+    mk_sched *s = &e->sched;
+    mk_sched fresh = {.submit = s->submit, .event = s->event, .event_read = s->event_read, .slot = s->slot, .token = s->token,
+                      .max_context = s->max_context, .n_slots = s->n_slots, .st = s->st, .active = s->active};
+    memset(s->st, 0, s->n_slots * sizeof *s->st);
+    memset(e->submit, 0, sizeof e->submit);
+    memset(e->event, 0, sizeof e->event);
+    e->submit_next = e->event_read = 0;
+    e->hung = 0;
+    *s = fresh;
 }
 
 void mk_engine_close(mk_engine **e)
@@ -152,5 +168,9 @@ uint32_t mk_engine_events(mk_engine *e, mk_event *ev, uint32_t n)
     }
     for (; k < n && e->event[e->event_read % MK_EVENT_RING].seq == e->event_read + 1; k++)
         ev[k] = e->event[e->event_read++ % MK_EVENT_RING];
+    if (k < n && e->hung) {
+        fake_relaunch(e);
+        ev[k++] = (mk_event){.kind = MK_EV_RESTARTED};
+    }
     return k;
 }
