@@ -101,8 +101,8 @@ cp -r "$MODEL/." "$T/cut" && truncate -s 100000 "$T/cut/model-00002-of-00002.saf
 check "truncated shard" refused 3 "model-00002-of-00002.safetensors" --check --model "$T/cut"
 rm "$T/cut/model-00002-of-00002.safetensors"
 check "missing shard" refused 3 "model-00002-of-00002.safetensors" --check --model "$T/cut"
-sed -i 's/KimiLinearForCausalLM/LlamaForCausalLM/; s/kimi_linear/llama/' "$T/cut/config.json"
-check "unknown architecture" refused 3 "LlamaForCausalLM" --check --model "$T/cut"
+sed -i 's/KimiLinearForCausalLM/NoSuchForCausalLM/; s/kimi_linear/no_such/' "$T/cut/config.json"
+check "unknown architecture" refused 3 "NoSuchForCausalLM" --check --model "$T/cut"
 check "context over the model's limit" refused 5 "4096" --check --model "$MODEL" --context 5000
 check "does not fit in the memory allowed" refused 5 "" --check --model "$MODEL" --memory 1M
 if [ ! -e /dev/nvidiactl ]; then check "--device gpu without a driver" refused 9 "no NVIDIA driver" --check --model "$MODEL" --device gpu; fi
