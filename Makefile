@@ -12,7 +12,7 @@ COMMIT  := $(shell git describe --always --dirty --abbrev=12 2>/dev/null || echo
 WARN    := -Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion -Wstrict-prototypes -Wmissing-prototypes -Wno-psabi
 CFLAGS  ?= -O3 -g
 # -ffp-contract=off: a multiply-add is two roundings on every machine, so the twin's bits do not depend on the compiler's mood.
-override CFLAGS += -std=c11 -D_GNU_SOURCE -I. $(WARN) -ffp-contract=off -fno-math-errno -pthread -MMD -MP $(SAN)
+override CFLAGS += $(if $(DEBUG),-DMK_DEBUG) -std=c11 -D_GNU_SOURCE -I. $(WARN) -ffp-contract=off -fno-math-errno -pthread -MMD -MP $(SAN)
 LDLIBS  := -lzmq -ljansson -lnuma -lm -pthread
 
 MAINS   := host/mkd.c ipc/mkctl.c
@@ -28,7 +28,7 @@ DEPS    := build-essential libzmq3-dev libjansson-dev libcmocka-dev libnuma-dev 
 .SECONDARY:
 help:
 	@echo 'make deps         install what a fresh Debian 12 needs (apt; root or sudo)'
-	@echo 'make all          build mkd, mkctl and the client library into $(BUILD)/'
+	@echo 'make all          build mkd, mkctl and the client library into $(BUILD)/ (DEBUG=1: mkd heeds MKD_INJECT_HANG; use another BUILD)'
 	@echo 'make test         build and run every test (no GPU needed), plain and with sanitizers'
 	@echo 'make asan         the same with the address and undefined-behaviour sanitizers only'
 	@echo 'make demo         start the daemon on the small checkpoint, stream a generation, stop (PROMPT=, SEED=)'

@@ -12,7 +12,7 @@ typedef struct mk_machine mk_machine;
 typedef struct mk_machine_ops {
     int (*start)(mk_machine *m, mk_err *err);
     int (*submit)(mk_machine *m, const mk_submit *s, mk_err *err); /* seq is filled in; MK_E_CAPACITY: ring full */
-    uint32_t (*events)(mk_machine *m, mk_event *ev, uint32_t n);
+    uint32_t (*events)(mk_machine *m, mk_event *ev, uint32_t n); /* after MK_EV_RESTARTED, which is then the last: everything submitted before is void */
     void (*doorbell)(mk_machine *m); /* cancel or credits changed, or events were taken */
     uint64_t (*steps)(const mk_machine *m);
     void (*destroy)(mk_machine *m); /* stops after the current step */
@@ -30,6 +30,7 @@ struct mk_machine {
 
 typedef struct mk_machine_config {
     uint32_t slots, context, epoch0;
+    const char *flight_dir; /* GPU: where mkd-flight-<time>.json goes when the kernel hangs; NULL or "": the working directory */
 } mk_machine_config;
 
 /* Allocates, packs the weights of `ck`. A GPU makes random ones where ck is NULL (megakernel/synth.h). The plan must outlive the machine and its program must have passed the validator. */

@@ -122,7 +122,8 @@ static int run(const mk_options *o, mk_err *err)
                             .kv_tokens = o->kv_tokens,
                             .memory = o->memory,
                             .weights = (enum mk_weights_mode)o->weights,
-                            .act_f32 = (int)o->act};
+                            .act_f32 = (int)o->act,
+                            .flight_dir = o->flight_dir[0] ? o->flight_dir : o->socket_dir};
     mk_engine *e = NULL;
     rc = mk_engine_open(&cfg, &e, err);
     if (rc == MK_OK) {

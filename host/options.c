@@ -51,6 +51,8 @@ static const opt table[] = {
      {{"auto", MK_DEVICE_AUTO}, {"cpu", MK_DEVICE_CPU}, {"gpu", MK_DEVICE_GPU}}, "auto (a GPU if one can be used, else the CPU twin), cpu, gpu"},
     {"synthetic", "yes|no", OPT_CHOICE, AT(synthetic), "no", 0, 0, {{"no", 0}, {"yes", 1}},
      "random weights made on the GPU, to measure a full-size model: --model may then be a config.json alone"},
+    {"flight-dir", "DIR", OPT_PATH, AT(flight_dir), "", 0, 0, {{0}},
+     "where mkd-flight-<time>.json is written when the GPU's kernel hangs; default: the socket directory"},
     {"log-level", "LEVEL", OPT_CHOICE, AT(log_level), "info", 0, 0,
      {{"error", MK_LOG_ERROR}, {"warn", MK_LOG_WARN}, {"info", MK_LOG_INFO}, {"debug", MK_LOG_DEBUG}}, "error, warn, info, debug"},
     {"log-time", "yes|no", OPT_CHOICE, AT(log_time), "no", 0, 0, {{"no", 0}, {"yes", 1}}, "put the local time in front of log lines"},

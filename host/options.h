@@ -17,6 +17,7 @@ typedef struct mk_options {
     char config[PATH_MAX]; /* "" : none */
     char model[PATH_MAX];
     char socket_dir[PATH_MAX];
+    char flight_dir[PATH_MAX]; /* "": socket_dir */
     uint32_t workers, streams, context;
     uint64_t kv_tokens, memory;
     uint32_t weights; /* enum mk_weights_mode */

@@ -24,7 +24,7 @@ struct mk_gpu {
     mk_gpu_args args;
     mk_alloc alloc[40];
     int n_alloc;
-    cudaStream_t run, copy;
+    cudaStream_t run, copy, watch;
     cudaEvent_t left;
     int running;
     uint32_t submit_next;
@@ -32,7 +32,7 @@ struct mk_gpu {
     /* pinned */
     mk_submit *submit;
     mk_event *event;
-    uint32_t *event_read, *page, *token, *heartbeat;
+    uint32_t *event_read, *page, *token, *heartbeat, *look;
     mk_slot *slot;
     mk_fault *fault;
     uint8_t *bounce; /* for small transfers */
@@ -123,6 +123,7 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         return check_scales(err, worker, in, in->lm_head.wtype, in->lm_head.n, in->lm_head.k, in->lm_head.nseg, MK_SCALE_ROWS, 1);
     case MK_OP_EXPERT_UP:
         AT_MOST("columns of an expert", MK_STAGED_VALUES, e->k);
+        AT_MOST("width of an expert times the square of its slices", 0xffffffffu, (uint64_t)e->inter * (e->T + 1) * e->T);
         return check_scales(err, worker, in, e->wtype, 2 * ((e->inter + e->T - 1) / e->T), e->k, 2u * e->nseg, MK_SCALE_ROWS, 1);
     case MK_OP_EXPERT_DOWN:
         AT_MOST("columns of an expert", MK_STAGED_VALUES, e->k);
@@ -293,7 +294,7 @@ static int allocate(mk_gpu *g, mk_err *err)
              (g->page = (uint32_t *)pinned_memory(g, "page tables", 4ull * slots * g->max_pages, err)) &&
              (g->token = (uint32_t *)pinned_memory(g, "token logs", 4ull * slots * context, err)) &&
              (g->fault = (mk_fault *)pinned_memory(g, "fault record", sizeof(mk_fault), err)) &&
-             (g->heartbeat = (uint32_t *)pinned_memory(g, "heartbeat", 64, err)) &&
+             (g->heartbeat = (uint32_t *)pinned_memory(g, "heartbeat", 128, err)) &&
              (g->bounce = (uint8_t *)pinned_memory(g, "transfers", MK_BOUNCE, err));
     if (!ok) return err ? err->code : MK_E_CAPACITY;
     g->active = (uint32_t *)(g->st + slots);
@@ -302,6 +303,7 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->sched = g->sched;
     a->fault = g->fault;
     a->heartbeat = g->heartbeat;
+    g->look = g->heartbeat + 16;
     a->timeout_ns = (uint64_t)(g->cfg.timeout_ms ? g->cfg.timeout_ms : 2000) * 1000000u;
     a->hang_worker = g->cfg.hang_worker ? g->cfg.hang_worker - 1 : MK_NONE;
     a->hang_seq = g->cfg.hang_seq;
@@ -331,7 +333,7 @@ int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_e
     cudaError_t e;
     int blocks = 0;
     if ((e = cudaSetDevice(g->device)) || (e = cudaStreamCreateWithFlags(&g->run, cudaStreamNonBlocking)) ||
-        (e = cudaStreamCreateWithFlags(&g->copy, cudaStreamNonBlocking)) || (e = cudaEventCreateWithFlags(&g->left, cudaEventDisableTiming)) ||
+        (e = cudaStreamCreateWithFlags(&g->copy, cudaStreamNonBlocking)) || (e = cudaStreamCreateWithFlags(&g->watch, cudaStreamNonBlocking)) || (e = cudaEventCreateWithFlags(&g->left, cudaEventDisableTiming)) ||
         (e = cudaFuncSetAttribute(mk_kernel_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, (int)g->smem)) ||
         (e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, mk_kernel_entry(), MK_THREADS, g->smem))) {
         mk_gpu_destroy(&g);
@@ -425,6 +427,7 @@ int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err)
         (e = cudaEventRecord(g->left, g->run)))
         return cuda_fail(err, e, "starting the kernel");
     g->running = 1;
+    a->hang_worker = MK_NONE; /* once */
     return MK_OK;
 }
 
@@ -465,15 +468,65 @@ int mk_gpu_left(mk_gpu *g)
     return !g->running || cudaEventQuery(g->left) != cudaErrorNotReady;
 }
 
-int mk_gpu_read_bulk(mk_gpu *g, uint64_t offset, void *dst, uint64_t bytes, mk_err *err)
+static int read_device(mk_gpu *g, const void *src, void *dst, uint64_t bytes, mk_err *err)
 {
     for (uint64_t at = 0; at < bytes; at += MK_BOUNCE) {
         uint64_t n = bytes - at < MK_BOUNCE ? bytes - at : MK_BOUNCE;
-        cudaError_t e = cudaMemcpyAsync(g->bounce, g->args.bulk + offset + at, n, cudaMemcpyDeviceToHost, g->copy);
+        cudaError_t e = cudaMemcpyAsync(g->bounce, (const uint8_t *)src + at, n, cudaMemcpyDeviceToHost, g->copy);
         if (!e) e = cudaStreamSynchronize(g->copy);
-        if (e) return cuda_fail(err, e, "reading bulk memory");
+        if (e) return cuda_fail(err, e, "reading device memory");
         memcpy((uint8_t *)dst + at, g->bounce, n);
     }
+    return MK_OK;
+}
+
+int mk_gpu_read_bulk(mk_gpu *g, uint64_t offset, void *dst, uint64_t bytes, mk_err *err)
+{
+    return read_device(g, g->args.bulk + offset, dst, bytes, err);
+}
+
+int mk_gpu_busy(mk_gpu *g, uint32_t *step)
+{
+    uint32_t n = mk_gpu_steps(g);
+    cudaError_t e = cudaMemcpyAsync(g->look, g->args.step_ring + (n % MK_STEP_RING) * MK_STEP_PACKETS, 16, cudaMemcpyDeviceToHost, g->watch);
+    if (!e) e = cudaStreamSynchronize(g->watch);
+    if (e) return -1;
+    *step = n;
+    return g->look[3] == n + 1 && g->look[1] != 0; /* the packet's epoch; mk_step.nrows */
+}
+
+uint32_t mk_gpu_next_epoch(const mk_gpu *g)
+{
+    return g->args.epoch0 + (mk_gpu_steps(g) + 2) * MK_EPOCH_STRIDE;
+}
+
+int mk_gpu_snapshot(mk_gpu *g, mk_snapshot *s, mk_err *err)
+{
+    const mk_program_info *i = &g->prog->info;
+    mk_sched sched;
+    memset(s, 0, sizeof *s);
+    s->prog = g->prog;
+    s->epoch0 = g->args.epoch0;
+    s->steps = mk_gpu_steps(g);
+    s->submitted = g->submit_next;
+    s->taken = __atomic_load_n(&g->heartbeat[1], __ATOMIC_ACQUIRE);
+    s->events_read = g->event_read[0];
+    s->live = !mk_gpu_left(g) && !mk_gpu_fault(g, s->kernel, sizeof s->kernel);
+    s->position = (uint32_t *)calloc(i->workers, 4);
+    s->counter = (uint32_t *)calloc(i->n_counter + 1, 4);
+    s->exchange = (uint8_t *)malloc(i->exchange_bytes + 1);
+    if (!s->position || !s->counter || !s->exchange) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    int rc;
+    if ((rc = read_device(g, g->args.exchange, s->exchange, i->exchange_bytes, err)) ||
+        (rc = read_device(g, g->args.position, s->position, 4ull * i->workers, err)) ||
+        (rc = read_device(g, g->args.counter, s->counter, 4ull * i->n_counter, err)) || (rc = read_device(g, g->sched, &sched, sizeof sched, err)))
+        return rc;
+    s->step = sched.next;
+    s->published = sched.event_next;
+    s->streams = sched.n_active;
+    s->device_read = 1;
+    /* The kernel may have given up meanwhile. */
+    if (mk_gpu_fault(g, s->kernel, sizeof s->kernel) || mk_gpu_left(g)) s->live = 0;
     return MK_OK;
 }
 
@@ -527,6 +580,20 @@ static int wait_left(mk_gpu *g, uint32_t ms)
     return mk_gpu_left(g);
 }
 
+int mk_gpu_abort(mk_gpu *g, uint32_t ms, mk_err *err)
+{
+    if (!g->running) return MK_OK;
+    if (!mk_gpu_left(g)) {
+        *(uint32_t *)g->bounce = 1;
+        cudaMemcpyAsync(g->args.abort, g->bounce, 4, cudaMemcpyHostToDevice, g->copy);
+        wait_left(g, ms);
+    }
+    cudaError_t e = cudaEventQuery(g->left);
+    if (e == cudaErrorNotReady) return mk_fail(err, MK_E_DEVICE, "the kernel does not leave, not even when aborted");
+    g->running = 0;
+    return e ? cuda_fail(err, e, "the kernel") : MK_OK;
+}
+
 int mk_gpu_stop(mk_gpu *g, uint32_t ms, mk_err *err)
 {
     if (!g->running) return MK_OK;
@@ -534,16 +601,9 @@ int mk_gpu_stop(mk_gpu *g, uint32_t ms, mk_err *err)
     memset(&stop, 0, sizeof stop);
     stop.op = MK_SUB_STOP;
     int clean = mk_gpu_submit(g, &stop, err) == MK_OK && wait_left(g, ms);
-    if (!clean) {
-        *(uint32_t *)g->bounce = 1;
-        cudaMemcpyAsync(g->args.abort, g->bounce, 4, cudaMemcpyHostToDevice, g->copy);
-        wait_left(g, 2 * ms);
-    }
-    cudaError_t e = cudaEventQuery(g->left);
+    int rc = mk_gpu_abort(g, 2 * ms, err);
     char text[512];
-    if (e == cudaErrorNotReady) return mk_fail(err, MK_E_DEVICE, "the kernel does not leave, not even when aborted");
-    g->running = 0;
-    if (e) return cuda_fail(err, e, "the kernel");
+    if (rc) return rc;
     if (mk_gpu_fault(g, text, sizeof text)) return mk_fail(err, MK_E_DEVICE, "%s", text);
     return clean ? MK_OK : mk_fail(err, MK_E_DEVICE, "the kernel did not stop within %u ms and was aborted", ms);
 }
@@ -561,6 +621,7 @@ void mk_gpu_destroy(mk_gpu **pg)
     if (g->left) cudaEventDestroy(g->left);
     if (g->run) cudaStreamDestroy(g->run);
     if (g->copy) cudaStreamDestroy(g->copy);
+    if (g->watch) cudaStreamDestroy(g->watch);
     free(g);
     *pg = NULL;
 }

@@ -8,6 +8,7 @@
 
 #include "instructions/op.h"
 #include "megakernel/rings.h"
+#include "megakernel/snapshot.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -27,7 +28,7 @@ typedef struct mk_gpu_config {
     uint32_t slots;      /* stream slots */
     uint32_t context;    /* tokens of a slot's log */
     uint32_t timeout_ms; /* of every wait but the idle ones; 0: 2000 */
-    uint32_t hang_worker, hang_seq, hang_step; /* fault injection: worker + 1 (0: none) stops before that instruction of that step */
+    uint32_t hang_worker, hang_seq, hang_step; /* fault injection: worker + 1 (0: none) stops before that instruction of that step of the first launch */
 } mk_gpu_config;
 
 /* What host and device share; all pinned. A submit entry goes through mk_gpu_submit. */
@@ -67,6 +68,17 @@ int mk_gpu_left(mk_gpu *g);
 int mk_gpu_read_bulk(mk_gpu *g, uint64_t offset, void *dst, uint64_t bytes, mk_err *err);
 /* One line about the wait that ran out: worker, instruction, what it waited for and who should have published it. Returns 0 when there was none. */
 int mk_gpu_fault(const mk_gpu *g, char *text, size_t size);
+
+/* 1: a step is under way (*step: its number), as its descriptor in device memory says; -1: that could not be read. May be called from another thread than the
+ * others here. A step that is still the same one at two looks hangs, or takes that long. */
+int mk_gpu_busy(mk_gpu *g, uint32_t *step);
+/* Fills *s by copy engine, whatever the kernel is doing. What the host knows by itself is filled in even when the device cannot be read. */
+int mk_gpu_snapshot(mk_gpu *g, mk_snapshot *s, mk_err *err);
+/* An epoch0 above every epoch of the run before. */
+uint32_t mk_gpu_next_epoch(const mk_gpu *g);
+/* Makes the kernel leave without finishing its step; events keep their place in the ring. Then mk_gpu_start may launch it anew. MK_E_DEVICE when it does not
+ * leave within `ms`, or when CUDA reports an error: this process has no GPU any more. */
+int mk_gpu_abort(mk_gpu *g, uint32_t ms, mk_err *err);
 
 /* Asks SCHEDULE to stop and waits for the kernel to leave, `ms` at most; then aborts it. Events keep their place in the ring. MK_E_DEVICE when the
  * kernel had to be aborted or died. */
