@@ -14,8 +14,8 @@ MK_DEV void mk_combine_run(const mk_dev *d)
     mk_staged_drop(d);
     mk_bulk_wait(d, &d->in->wait[0]);
     const float *bulk = (const float *)mk_bulk_at(d, d->in->wait[0].vec);
-    for (uint32_t u = d->warp; u < units * d->step->nrows; u += MK_WARPS) {
-        uint32_t r = u / units, group = u - r * units, i = group * MK_UNIT + d->lane;
+    for (mk_unit_at u = mk_unit_first(d->warp, units); u.row < d->step->nrows; mk_unit_next(&u, units)) {
+        const uint32_t r = u.row, group = u.group, i = group * MK_UNIT + d->lane;
         const float *part = bulk + ((size_t)r * MK_MAX_SPLITS * m->all_heads + m->head0) * floats;
         uint32_t splits = mk_splits(d->step->row[r].pos);
         float max = -INFINITY, sum = 0, y = 0;

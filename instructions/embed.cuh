@@ -9,8 +9,8 @@ MK_DEV void mk_embed_run(const mk_dev *d)
     const mk_embed *e = &d->in->embed;
     const mk_vec *out = &d->sh->vec[d->in->signal_vec];
     uint32_t units = mk_units(e->n);
-    for (uint32_t u = d->warp; u < units * d->step->nrows; u += MK_WARPS) {
-        uint32_t r = u / units, group = u - r * units, i = group * MK_UNIT + d->lane;
+    for (mk_unit_at u = mk_unit_first(d->warp, units); u.row < d->step->nrows; mk_unit_next(&u, units)) {
+        const uint32_t r = u.row, group = u.group, i = group * MK_UNIT + d->lane;
         uint64_t at = (uint64_t)d->step->row[r].token * e->hidden + e->first + i;
         float y = 0;
         if (i < e->n && d->lane < MK_UNIT) {

@@ -13,7 +13,7 @@ MK_DEV void mk_pairs_gather(const mk_dev *d, const mk_expert *e, uint32_t T, uin
     const uint32_t *start = d->a->start + v->start_index;
     const uint4 *base = mk_wait_packets(d, w, v, 0);
     const uint32_t sp = v->slice_packets, per = T * sp, epoch = mk_wait_epoch(d, w), row_packets = v->nslice * sp;
-    const mk_divisor by_sp = mk_div_by(sp), by_per = mk_div_by(per);
+    const mk_divisor by_sp = mk_div_by_slice(v), by_per = mk_div_by(per);
     constexpr int NP = 2;
     for (uint32_t i0 = d->tid; i0 < n * per; i0 += NP * MK_COMPUTE) {
         uint4 q[NP];
@@ -75,12 +75,15 @@ MK_DEV void mk_expert_down_run(const mk_dev *d)
     const mk_tile t = mk_tile_make(e->wtype, n, e->k, 1, e->nseg, e->phase, MK_SCALE_ROWS, 1);
     const uint32_t fit = MK_STAGING / shape.stride, T = u->nslice / e->topk;
     float sum[UNITS];
+    mk_unit_at at[UNITS];
+#pragma unroll
+    for (uint32_t k = 0; k < UNITS; k++) at[k] = mk_unit_first(d->warp + k * MK_WARPS, units);
     mk_staged_drop(d);
 
     /* what is added to: this lane's values of its warp's units */
 #pragma unroll
     for (uint32_t k = 0; k < UNITS; k++) {
-        uint32_t unit = d->warp + k * MK_WARPS, r = unit / units, i = (unit - r * units) * MK_UNIT + d->lane;
+        const uint32_t r = at[k].row, i = at[k].group * MK_UNIT + d->lane;
         sum[k] = 0;
         if (r >= nrows || i >= n || d->lane >= MK_UNIT) continue;
         if (base->scope == MK_LOCAL) continue; /* written by other threads: after the first barrier */
@@ -96,7 +99,7 @@ MK_DEV void mk_expert_down_run(const mk_dev *d)
         if (j0 == 0 && base->scope == MK_LOCAL)
 #pragma unroll
             for (uint32_t k = 0; k < UNITS; k++) {
-                uint32_t unit = d->warp + k * MK_WARPS, r = unit / units, i = (unit - r * units) * MK_UNIT + d->lane;
+                const uint32_t r = at[k].row, i = at[k].group * MK_UNIT + d->lane;
                 if (r < nrows && i < n && d->lane < MK_UNIT) sum[k] = ((const float *)mk_local_at(d, in->wait[2].vec))[r * n + i];
             }
         while (j0 < j1) {
@@ -113,7 +116,7 @@ MK_DEV void mk_expert_down_run(const mk_dev *d)
             mk_sync();
 #pragma unroll
             for (uint32_t k = 0; k < UNITS; k++) {
-                uint32_t unit = d->warp + k * MK_WARPS, r = unit / units, i = (unit - r * units) * MK_UNIT + d->lane;
+                const uint32_t r = at[k].row, i = at[k].group * MK_UNIT + d->lane;
                 if (r >= nrows || i >= n || d->lane >= MK_UNIT) continue;
                 for (uint32_t b = 0; b < batch; b++) {
                     uint32_t rank = routes->rank[r][j0 + b];
@@ -126,8 +129,8 @@ MK_DEV void mk_expert_down_run(const mk_dev *d)
     }
 #pragma unroll
     for (uint32_t k = 0; k < UNITS; k++) {
-        uint32_t unit = d->warp + k * MK_WARPS, r = unit / units;
-        if (r < nrows) mk_publish_unit(out, mk_signal_packets(d, out, r, in->signal_slice), n, unit - r * units, sum[k], mk_signal_epoch(d), d->lane);
+        const uint32_t r = at[k].row;
+        if (r < nrows) mk_publish_unit(out, mk_signal_packets(d, out, r, in->signal_slice), n, at[k].group, sum[k], mk_signal_epoch(d), d->lane);
     }
 }
 

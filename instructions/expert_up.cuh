@@ -4,10 +4,10 @@
 
 #include "instructions/matvec.cuh"
 
-/* mk_start in 32 bits: the products are small here. */
-MK_DEV uint32_t mk_cut(uint32_t t, uint32_t n, uint32_t parts)
+/* mk_start (t, n, T) for T of `by`; t * n * T is below 2^32 here. */
+MK_DEV uint32_t mk_cut(uint32_t t, uint32_t n, mk_divisor by)
 {
-    return t * n / parts;
+    return mk_quot(t * n, by);
 }
 
 /* The worker's slices, in order: expert j of the union, slice t = first, first + workers, ... of it. */
@@ -36,6 +36,7 @@ MK_DEV void mk_expert_up_run(const mk_dev *d)
     const mk_vec *out = &d->sh->vec[d->in->signal_vec];
     const uint32_t nrows = d->step->nrows, T = e->T, workers = d->a->workers, n_union = routes->n_union, slots = mk_red_slots(d);
     const mk_stage_shape shape = mk_shape(e->k, 1);
+    const mk_divisor by_T = mk_div_by(T);
 
     if (!mk_staged(d, &d->in->wait[0], 0, e->k, MK_PRO_RMS, e->param_off, true)) {
         mk_gather(d, &d->in->wait[0], 0, e->k, d->a->param + e->param_off, shape, false);
@@ -50,7 +51,7 @@ MK_DEV void mk_expert_up_run(const mk_dev *d)
         mk_deal from = at;
         uint32_t n = 0;
         for (; more && n < slots; n++) {
-            uint32_t row0 = mk_cut(at.t, e->inter, T), rows = mk_cut(at.t + 1, e->inter, T) - row0;
+            uint32_t row0 = mk_cut(at.t, e->inter, by_T), rows = mk_cut(at.t + 1, e->inter, by_T) - row0;
             const mk_tile t = mk_tile_make(e->wtype, 2 * rows, e->k, 2, e->nseg, row0 % MK_SCALE_ROWS, MK_SCALE_ROWS, 1);
             float acc[4] = {0, 0, 0, 0};
             mk_product<MK_EXPERT>(d, &t, 0, t.nkb, mk_column(d, shape), 0, (const float *)0, 0, acc);
@@ -60,10 +61,10 @@ MK_DEV void mk_expert_up_run(const mk_dev *d)
         }
         mk_sync();
         for (uint32_t slot = 0; slot < n; slot++) {
-            uint32_t row0 = mk_cut(from.t, e->inter, T), rows = mk_cut(from.t + 1, e->inter, T) - row0, units = mk_units(rows);
+            uint32_t row0 = mk_cut(from.t, e->inter, by_T), rows = mk_cut(from.t + 1, e->inter, by_T) - row0, units = mk_units(rows);
             const mk_tile t = mk_tile_make(e->wtype, 2 * rows, e->k, 2, e->nseg, 0, MK_SCALE_ROWS, 1);
-            for (uint32_t u = (d->warp - 2 * slot) % MK_WARPS; u < units * nrows; u += MK_WARPS) {
-                uint32_t r = u / units, group = u - r * units, i = group * MK_UNIT + d->lane, rank = routes->rank[r][from.j];
+            for (mk_unit_at u = mk_unit_first((d->warp - 2 * slot) % MK_WARPS, units); u.row < nrows; mk_unit_next(&u, units)) {
+                const uint32_t r = u.row, group = u.group, i = group * MK_UNIT + d->lane, rank = routes->rank[r][from.j];
                 if (rank == 255) continue;
                 float y = 0, norm = d->sh->rstd[d->memo->parity][r];
                 if (i < rows && d->lane < MK_UNIT) y = mk_siluf(mk_red_get(d, slot, &t, i, r) * norm) * (mk_red_get(d, slot, &t, rows + i, r) * norm);

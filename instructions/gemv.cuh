@@ -32,8 +32,8 @@ MK_DEV void mk_gemv_finish(const mk_dev *d, const mk_tile *t)
     const mk_gemv *g = &in->gemv;
     const mk_vec *out = &d->sh->vec[in->signal_vec];
     const uint32_t nrows = d->step->nrows, n = g->n, units = mk_units(n), epilogue = g->epilogue;
-    for (uint32_t u = d->warp; u < units * nrows; u += MK_WARPS) {
-        const uint32_t r = u / units, group = u - r * units, i = group * MK_UNIT + d->lane;
+    for (mk_unit_at u = mk_unit_first(d->warp, units); u.row < nrows; mk_unit_next(&u, units)) {
+        const uint32_t r = u.row, group = u.group, i = group * MK_UNIT + d->lane;
         const bool has = i < n && d->lane < MK_UNIT;
         const float norm = (g->prologue == MK_PRO_RMS ? d->sh->rstd[d->memo->parity][r] : 1.0f) * g->scale;
         float y = 0, gate = 1;

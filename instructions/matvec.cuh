@@ -48,7 +48,7 @@ MK_DEV void mk_gather(const mk_dev *d, const mk_wait *w, uint32_t first, uint32_
     const uint4 *base = mk_wait_packets(d, w, v, 0);
     const uint32_t sp = v->slice_packets, packets = w->nslice * sp, row_packets = v->nslice * sp, epoch = mk_wait_epoch(d, w);
     const uint32_t nrows = d->step->nrows, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
-    const mk_divisor by = mk_div_by(sp);
+    const mk_divisor by = mk_div_by_slice(v);
 
     for (uint32_t r0 = 0; r0 < nrows; r0 += NR) {
         const bool two = r0 + 1 < nrows;
@@ -199,10 +199,10 @@ MK_DEV mk_tile mk_tile_make(uint32_t wtype, uint32_t rows, uint32_t k, uint32_t 
                             uint32_t planes)
 {
     mk_tile t;
-    uint32_t tiles = (rows + 15) / 16, values = mk_kblock_values(wtype);
+    uint32_t tiles = (rows + 15) / 16;
     t.wtype = wtype;
     t.rows = rows;
-    t.nkb = (k + values - 1) / values;
+    t.nkb = wtype == MK_W_FP8 ? (k + 63) / 64 : (k + 31) / 32;
     t.per = mk_stage_kblocks(wtype, rows, planes);
     t.halves = halves;
     t.nseg = nseg;
@@ -240,7 +240,7 @@ MK_DEV void mk_product(const mk_dev *d, const mk_tile *t, uint32_t kb0, uint32_t
     const uint32_t g = d->lane >> 2, l = d->lane & 3, fp8 = t->wtype == MK_W_FP8;
     const uint32_t tile = d->warp & ((1u << t->wt_bits) - 1), wk = d->warp >> t->wt_bits, wks = MK_WARPS >> t->wt_bits;
     const bool mine = tile * 16 < t->rows;
-    uint32_t i0 = tile * 16 + g, i1 = i0 + 8, half = t->rows / t->halves;
+    uint32_t i0 = tile * 16 + g, i1 = i0 + 8, half = t->halves == 2 ? t->rows / 2 : t->rows;
     i0 = i0 < t->rows ? i0 : t->rows - 1;
     i1 = i1 < t->rows ? i1 : t->rows - 1;
     const uint32_t total = t->halves * t->nseg;
@@ -327,18 +327,19 @@ typedef struct mk_input {
 MK_DEV void mk_gathered_product(const mk_dev *d, const mk_input *x, const mk_tile *t, float *acc)
 {
     const mk_wait *w = &d->in->wait[0];
-    const uint32_t values = mk_kblock_values(t->wtype), chunk = mk_chunk_kblocks(t->wtype, x->planes) / t->per * t->per;
+    const uint32_t log_values = t->wtype == MK_W_FP8 ? 6 : 5;
     const bool rms = x->prologue == MK_PRO_RMS, heads = x->prologue == MK_PRO_HEADNORM, whole = x->planes == 1 && x->k <= MK_STAGED_VALUES;
-    const uint32_t head_shift = heads ? 31 - __clz((int)(x->norm_group / values)) : 0;
-    const mk_stage_shape shape = mk_shape(whole ? x->k : chunk * values, x->planes);
+    const uint32_t head_shift = heads ? 31 - __clz((int)x->norm_group) - log_values : 0;
+    const uint32_t chunk = whole ? t->nkb : mk_chunk_kblocks(t->wtype, x->planes) / t->per * t->per; /* K blocks */
+    const mk_stage_shape shape = mk_shape(whole ? x->k : chunk << log_values, x->planes);
     const float *gamma = rms ? d->a->param + x->param_off : (const float *)0;
     const float *norms = heads ? d->sh->head_rstd[0] : (const float *)0;
     const bool have = mk_staged(d, w, x->in_off, x->k, x->prologue, x->param_off, whole);
 
     if (heads && !have) mk_head_norms(d, w, x->k / x->norm_group, x->norm_group, x->eps);
     for (uint32_t kb = 0; kb < t->nkb;) {
-        uint32_t end = whole || t->nkb - kb < chunk ? t->nkb : kb + chunk, first = kb * values;
-        uint32_t n = (end * values < x->k ? end * values : x->k) - first;
+        uint32_t end = t->nkb - kb < chunk ? t->nkb : kb + chunk, first = kb << log_values;
+        uint32_t n = (end << log_values < x->k ? end << log_values : x->k) - first;
         if (kb) mk_sync(); /* the chunk before is consumed */
         if (!have) mk_gather(d, w, x->in_off + first, n, gamma ? gamma + first : gamma, shape, kb > 0);
         mk_sync(); /* staged; and the reduction area is read */

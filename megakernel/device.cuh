@@ -130,7 +130,12 @@ MK_BOTH uint32_t mk_chunk_kblocks(uint32_t wtype, uint32_t planes)
 }
 MK_BOTH uint32_t mk_stage_kblocks(uint32_t wtype, uint32_t rows, uint32_t planes)
 {
-    uint32_t fit = MK_STAGE_BYTES / (rows * MK_KBLOCK_BYTES), most = mk_chunk_kblocks(wtype, planes);
+    const uint32_t most = mk_chunk_kblocks(wtype, planes), blocks = MK_STAGE_BYTES / MK_KBLOCK_BYTES;
+#ifdef __CUDA_ARCH__ /* exact for rows <= 128: a quotient that is no integer is 1/128 away from the next at least */
+    const uint32_t fit = (uint32_t)__fdividef((float)blocks + 0.01f, (float)rows);
+#else
+    const uint32_t fit = blocks / rows;
+#endif
     return fit < most ? fit : most;
 }
 static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (832 * 2 + 16) <= MK_STAGING, "three planes of a chunk fit the staging area");
@@ -402,7 +407,7 @@ MK_DEV uint32_t mk_wait_epoch(const mk_dev *d, const mk_wait *w)
     return mk_epoch(d->a->epoch0, d->step->seq, w->pub);
 }
 
-/* i / n for i < 2^16 by one multiplication. */
+/* i / n for i * n < 2^32 by one multiplication. */
 typedef struct mk_divisor {
     uint32_t magic, n;
 } mk_divisor;
@@ -410,6 +415,12 @@ MK_DEV mk_divisor mk_div_by(uint32_t n)
 {
     mk_divisor v = {n > 1 ? 0xffffffffu / n + 1 : 0, n};
     return v;
+}
+/* By the packets of a slice: the kernel keeps the constant in its copy of the vector. */
+MK_DEV mk_divisor mk_div_by_slice(const mk_vec *v)
+{
+    mk_divisor d = {(uint32_t)v->reserved, v->slice_packets};
+    return d;
 }
 MK_DEV uint32_t mk_quot(uint32_t i, mk_divisor v)
 {
@@ -449,7 +460,7 @@ MK_CALL void mk_warp_read(const mk_wait *w, uint32_t row, uint32_t first, uint32
     const uint32_t seq = sh->step.seq, epoch = mk_epoch(a->epoch0, seq, w->pub), sp = v->slice_packets, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
     const uint4 *base = (const uint4 *)(a->exchange + mk_packet_offset(v, mk_half(v, seq, w->pub), row, w->slice0));
     const uint32_t lane = threadIdx.x % 32, s0 = mk_find_slice(start, w->nslice, first, lane);
-    const mk_divisor by = mk_div_by(sp);
+    const mk_divisor by = mk_div_by_slice(v);
     for (uint32_t i = lane, more = 1; __any_sync(0xffffffffu, more); i += 32) {
         uint32_t s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
         more = s < w->nslice;
@@ -499,6 +510,28 @@ MK_DEV void mk_publish_unit(const mk_vec *v, uint4 *slice, uint32_t n, uint32_t 
 MK_DEV uint32_t mk_units(uint32_t n)
 {
     return (n + MK_UNIT - 1) / MK_UNIT;
+}
+/* Units of all rows, row by row, from a warp's first one on; the next is MK_WARPS further. */
+typedef struct mk_unit_at {
+    uint32_t row, group;
+} mk_unit_at;
+MK_DEV void mk_unit_settle(mk_unit_at *u, uint32_t units)
+{
+    while (u->group >= units) {
+        u->group -= units;
+        u->row++;
+    }
+}
+MK_DEV mk_unit_at mk_unit_first(uint32_t first, uint32_t units)
+{
+    mk_unit_at u = {0, first};
+    mk_unit_settle(&u, units);
+    return u;
+}
+MK_DEV void mk_unit_next(mk_unit_at *u, uint32_t units)
+{
+    u->group += MK_WARPS;
+    mk_unit_settle(u, units);
 }
 
 #endif

@@ -243,11 +243,12 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
                 const mk_expert e = in->expert;
                 const uint32_t up = in->opcode == MK_OP_EXPERT_UP, T = e.T, values = mk_kblock_values(e.wtype), nkb = (e.k + values - 1) / values;
                 const uint32_t nsegs = e.nseg * (up ? 2 : 1);
+                const mk_divisor by_T = mk_div_by(T);
                 const uint32_t scales = (uint32_t)mk_segment_scale_bytes(e.wtype, e.k, nsegs, MK_SCALE_ROWS);
                 for (uint32_t j = 0; j < n_union && on; j++) {
                     const uint8_t *base = a->expert + e.base + routes->expert[j] * e.expert_stride;
                     for (uint32_t t = up ? mk_deal_first(j, T, worker, a->workers) : e.t; t < T && on; t += up ? a->workers : T) {
-                        uint32_t rows = up ? 2 * (mk_cut(t + 1, e.inter, T) - mk_cut(t, e.inter, T)) : e.n;
+                        uint32_t rows = up ? 2 * (mk_cut(t + 1, e.inter, by_T) - mk_cut(t, e.inter, by_T)) : e.n;
                         on = feed_segment(&f, base + (uint64_t)t * e.slice_stride, scales, rows * MK_KBLOCK_BYTES, nkb,
                                           mk_stage_kblocks(e.wtype, rows, 1), nsegs, 1);
                     }
@@ -284,6 +285,8 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         sh->args = a;
     }
     for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 4; i += MK_THREADS) ((uint32_t *)sh->vec)[i] = ((const uint32_t *)a.vec)[i];
+    __syncthreads();
+    if (threadIdx.x < a.n_vec && sh->vec[threadIdx.x].slice_packets) sh->vec[threadIdx.x].reserved = mk_div_by(sh->vec[threadIdx.x].slice_packets).magic;
     __syncthreads();
 
     if (warp < MK_WARPS) {
