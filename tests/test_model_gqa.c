@@ -122,11 +122,48 @@ static void stacked(void **state)
     mk_model_destroy(&m);
 }
 
+/* What transformers 5.17 writes for Qwen3-Next: lists instead of rules, rope_parameters. */
+static void transformers_spelling(void **state)
+{
+    (void)state;
+    char *dir = mk_tmp_dir(), *to = mk_tmp_path(dir, "config.json"), types[2048] = "[";
+    size_t n;
+    char *text = mk_tmp_read("tests/fixtures/configs/qwen3-next-80b-a3b/config.json", &n);
+    mk_tmp_write(to, text, n);
+    for (int l = 0; l < 48; l++) {
+        strcat(types, l % 4 == 3 ? "\"full_attention\"" : "\"linear_attention\"");
+        strcat(types, l < 47 ? "," : "]");
+    }
+    const char *const set[][2] = {
+        {"full_attention_interval", NULL}, {"layer_types", types}, {"rope_theta", NULL}, {"rope_scaling", NULL}, {"partial_rotary_factor", NULL},
+        {"rope_parameters", "{\"partial_rotary_factor\":0.25,\"rope_theta\":10000000,\"rope_type\":\"default\"}"}, {"torch_dtype", NULL},
+        {"dtype", "\"bfloat16\""}, {"use_sliding_window", NULL}, {"pad_token_id", "null"},
+    };
+    for (size_t i = 0; i < sizeof set / sizeof *set; i++) mk_edit_json(dir, "config.json", set[i][0], set[i][1]);
+    mk_model *a = NULL, *b = NULL;
+    mk_err err = {0};
+    if (mk_model_read("tests/fixtures/configs/qwen3-next-80b-a3b/config.json", &a, &err) || mk_model_read(to, &b, &err)) fail_msg("%s", err.msg);
+    for (uint32_t l = 0; l < a->layers; l++) {
+        mk_layer x = a->layer[l], y = b->layer[l];
+        if (x.mixer == MK_MIX_GQA) {
+            assert_memory_equal(x.gqa.inv_freq, y.gqa.inv_freq, x.gqa.rope / 2 * sizeof(float));
+            x.gqa.inv_freq = y.gqa.inv_freq = NULL;
+        }
+        assert_memory_equal(&x, &y, sizeof x);
+    }
+    mk_model_destroy(&a);
+    mk_model_destroy(&b);
+    free(text);
+    free(to);
+    mk_tmp_remove(&dir);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(refused),
         cmocka_unit_test(stacked),
+        cmocka_unit_test(transformers_spelling),
     };
     return cmocka_run_group_tests_name("checkpoints of Llama and Qwen3.5", tests, NULL, NULL);
 }
