@@ -72,28 +72,37 @@ static double read_part(mk_cfg *c, mk_cfg *s, double absent)
     return b >= 0 ? b : a >= 0 ? a : absent;
 }
 
-void mk_cfg_rope_head(mk_cfg *c, uint32_t dim, double part, mk_rope *r)
+/* The object that holds the fields, if there is one, opened as s; theta, here or there. */
+static int begin(mk_cfg *c, mk_cfg *s, mk_rope *r)
 {
-    mk_cfg s;
     memset(r, 0, sizeof *r);
     r->attention = r->mscale = 1;
     double theta = mk_cfg_num_or(c, "rope_theta", 1.0001, 1e12, 0);
-    int have = mk_cfg_object(c, "rope_parameters", &s), llama3 = 0;
+    int have = mk_cfg_object(c, "rope_parameters", s);
     if (have && json_is_object(json_object_get(c->obj, "rope_scaling"))) mk_cfg_fail(c, "rope_parameters", "and rope_scaling: expected one of them");
-    if (!have) have = mk_cfg_object(c, "rope_scaling", &s);
-    r->theta = have ? mk_cfg_num_or(&s, "rope_theta", 1.0001, 1e12, theta) : theta;
+    if (!have) have = mk_cfg_object(c, "rope_scaling", s);
+    r->theta = have ? mk_cfg_num_or(s, "rope_theta", 1.0001, 1e12, theta) : theta;
+    if (have && !s->rc && theta > 0 && (r->theta < theta || r->theta > theta)) mk_cfg_fail(s, "rope_theta", "is %g, outside it is %g", r->theta, theta);
+    if (!c->rc && (!have || !s->rc) && r->theta <= 0) mk_cfg_fail(have ? s : c, "rope_theta", "is missing");
+    return have;
+}
+
+static int type_is(const mk_cfg *s, const char *name)
+{
+    const json_t *type = json_object_get(s->obj, "rope_type");
+    if (!type) type = json_object_get(s->obj, "type");
+    return json_is_string(type) && !strcmp(json_string_value(type), name);
+}
+
+void mk_cfg_rope_head(mk_cfg *c, uint32_t dim, double part, mk_rope *r)
+{
+    mk_cfg s;
+    int have = begin(c, &s, r), llama3 = have && type_is(&s, "llama3");
     part = read_part(c, have ? &s : NULL, part);
     r->dim = (uint32_t)(dim * part);
-    if (!c->rc && (!have || !s.rc)) {
-        if (theta > 0 && (r->theta < theta || r->theta > theta)) mk_cfg_fail(&s, "rope_theta", "is %g, outside it is %g", r->theta, theta);
-        else if (r->theta <= 0) mk_cfg_fail(have ? &s : c, "rope_theta", "is missing");
-        else if (!r->dim || r->dim % 2 || r->dim / 2 > sizeof r->inv_freq / sizeof *r->inv_freq)
-            mk_cfg_fail(c, "partial_rotary_factor", "is %g of %u dimensions, expected an even number of them up to 256", part, dim);
-    }
+    if (!c->rc && (!have || !s.rc) && (!r->dim || r->dim % 2 || r->dim / 2 > sizeof r->inv_freq / sizeof *r->inv_freq))
+        mk_cfg_fail(c, "partial_rotary_factor", "is %g of %u dimensions, expected an even number of them up to 256", part, dim);
     if (have) {
-        const json_t *type = json_object_get(s.obj, "rope_type");
-        if (!type) type = json_object_get(s.obj, "type");
-        llama3 = json_is_string(type) && !strcmp(json_string_value(type), "llama3");
         mk_cfg_expect(&s, "rope_type|type", "\"default\"|\"llama3\"");
         mk_cfg_ignore(&s, "mrope_section|mrope_interleaved"); /* text: the three positions of a token are equal */
         if (llama3 && !c->rc) read_llama3(&s, r);
@@ -105,28 +114,12 @@ void mk_cfg_rope_head(mk_cfg *c, uint32_t dim, double part, mk_rope *r)
 void mk_cfg_rope(mk_cfg *c, uint32_t dim, mk_rope *r)
 {
     mk_cfg s;
-    memset(r, 0, sizeof *r);
-    r->dim = dim;
-    r->attention = r->mscale = 1;
     if (dim / 2 > sizeof r->inv_freq / sizeof *r->inv_freq) mk_cfg_fail(c, "rope_theta", "turns %u dimensions, supported: 256", dim);
     mk_cfg_expect(c, "partial_rotary_factor", "1.0");
-    double theta = mk_cfg_num_or(c, "rope_theta", 1.0001, 1e12, 0);
-    int have = mk_cfg_object(c, "rope_parameters", &s);
-    if (have && json_is_object(json_object_get(c->obj, "rope_scaling"))) mk_cfg_fail(c, "rope_parameters", "and rope_scaling: expected one of them");
-    if (!have) have = mk_cfg_object(c, "rope_scaling", &s);
-    if (have) {
-        r->theta = mk_cfg_num_or(&s, "rope_theta", 1.0001, 1e12, theta);
-        if (!s.rc && theta > 0 && (r->theta < theta || r->theta > theta)) mk_cfg_fail(&s, "rope_theta", "is %g, outside it is %g", r->theta, theta);
-    } else {
-        r->theta = theta;
-    }
-    if (!c->rc && (!have || !s.rc) && r->theta <= 0) mk_cfg_fail(have ? &s : c, "rope_theta", "is missing");
-    int yarn = 0;
+    int have = begin(c, &s, r), yarn = have && type_is(&s, "yarn");
+    r->dim = dim;
     if (have) {
         mk_cfg_expect(&s, "partial_rotary_factor", "1.0");
-        const json_t *type = json_object_get(s.obj, "rope_type");
-        if (!type) type = json_object_get(s.obj, "type");
-        yarn = json_is_string(type) && !strcmp(json_string_value(type), "yarn");
         mk_cfg_expect(&s, "rope_type|type", "\"default\"|\"yarn\"");
         if (yarn) read_yarn(&s, r);
         mk_cfg_done(&s, c);
