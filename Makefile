@@ -46,7 +46,7 @@ else
 LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
 $(BUILD)/host/machine_gpu.o: override CFLAGS += -DMK_CUDA
-tests: $(BUILD)/tests/gpu/test_gpu
+tests: $(BUILD)/tests/gpu/test_gpu $(BUILD)/tests/gpu/hang_client
 $(BUILD)/%.cu.o: %.cu
 	@mkdir -p $(@D)
 	@echo '  nvcc $<'
@@ -71,6 +71,9 @@ $(BUILD)/mkd: $(BUILD)/host/mkd.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/mkctl: $(BUILD)/ipc/mkctl.o $(BUILD)/libmk.a
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
+$(BUILD)/tests/gpu/hang_client: $(BUILD)/tests/gpu/hang_client.o $(BUILD)/libmkd-client.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/tests/gpu/test_gpu: $(BUILD)/tests/gpu/test_gpu.o $(TESTLIB) $(BUILD)/libmk.a
