@@ -171,7 +171,16 @@ static int gpu_start(mk_machine *m, mk_err *err)
     return MK_OK;
 }
 
-static int gpu_submit(mk_machine *m, const mk_submit *s, mk_err *err) { return mk_gpu_submit(of(m)->gpu, s, err); }
+static int gpu_submit(mk_machine *m, const mk_submit *s, mk_err *err)
+{
+#ifdef MK_DEBUG
+    /* MKD_INJECT_ERROR=SLOT: the slot's cache pages lie where no memory is, so that its first row breaks the CUDA context. */
+    const char *broken = getenv("MKD_INJECT_ERROR");
+    if (broken && s->op == MK_SUB_OPEN && s->slot == atoi(broken))
+        for (uint32_t i = 0; i < m->max_pages; i++) m->page[(size_t)s->slot * m->max_pages + i] = 0x7fffffffu;
+#endif
+    return mk_gpu_submit(of(m)->gpu, s, err);
+}
 
 static uint32_t gpu_events(mk_machine *m, mk_event *ev, uint32_t n)
 {
