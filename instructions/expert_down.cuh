@@ -10,7 +10,7 @@ MK_DEV void mk_pairs_gather(const mk_dev *d, const mk_expert *e, uint32_t T, uin
 {
     const mk_wait *w = &d->in->wait[0];
     const mk_vec *v = &d->sh->vec[w->vec];
-    const uint32_t *start = d->a->start + v->start_index;
+    const uint16_t *start = d->sh->start + v->start_index;
     const uint4 *base = mk_wait_packets(d, w, v, 0);
     const uint32_t sp = v->slice_packets, per = T * sp, epoch = mk_wait_epoch(d, w), row_packets = v->nslice * sp;
     const mk_divisor by_sp = mk_div_by_slice(v), by_per = mk_div_by(per);
@@ -24,7 +24,7 @@ MK_DEV void mk_pairs_gather(const mk_dev *d, const mk_expert *e, uint32_t T, uin
             count[j] = 0;
             if (i >= n * per) continue;
             uint32_t pair = mk_quot(i, by_per), k = i - pair * per, s = mk_quot(k, by_sp), p = k - s * sp;
-            uint32_t st = __ldg(start + s), len = __ldg(start + s + 1) - st, rank = d->sh->pairs.rank[p0 + pair];
+            uint32_t st = start[s], len = start[s + 1] - st, rank = d->sh->pairs.rank[p0 + pair];
             row[j] = d->sh->pairs.row[p0 + pair];
             if (p * 6 >= len) continue;
             count[j] = len - p * 6 < 6 ? len - p * 6 : 6;

@@ -40,8 +40,8 @@ MK_DEV void mk_gemv_finish(const mk_dev *d, const mk_tile *t)
         if (epilogue == MK_EPI_GATED) { /* one f32 value of wait 2; every lane looks it up */
             const mk_wait *w = &in->wait[2];
             const mk_vec *gv = &d->sh->vec[w->vec];
-            const uint32_t *start = d->a->start + gv->start_index + w->slice0;
-            const uint32_t s = mk_find_slice(start, w->nslice, g->gate_off, d->lane), at = g->gate_off - __ldg(start + s), p = s * gv->slice_packets + at / 3;
+            const uint16_t *start = d->sh->start + gv->start_index + w->slice0;
+            const uint32_t s = mk_find_slice(start, w->nslice, g->gate_off, d->lane), at = g->gate_off - start[s], p = s * gv->slice_packets + at / 3;
             const uint4 q = mk_packet_wait(mk_wait_packets(d, w, gv, r) + p, w, r, p, mk_wait_epoch(d, w));
             gate = mk_sigmoidf(__uint_as_float(at % 3 == 0 ? q.x : at % 3 == 1 ? q.y : q.z));
         }

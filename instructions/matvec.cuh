@@ -44,7 +44,7 @@ MK_DEV void mk_gather(const mk_dev *d, const mk_wait *w, uint32_t first, uint32_
 {
     constexpr int NP = 2, NR = 2; /* packets of a row, rows at a time */
     const mk_vec *v = &d->sh->vec[w->vec];
-    const uint32_t *start = d->a->start + v->start_index + w->slice0;
+    const uint16_t *start = d->sh->start + v->start_index + w->slice0;
     const uint4 *base = mk_wait_packets(d, w, v, 0);
     const uint32_t sp = v->slice_packets, packets = w->nslice * sp, row_packets = v->nslice * sp, epoch = mk_wait_epoch(d, w);
     const uint32_t nrows = d->step->nrows, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
@@ -63,7 +63,7 @@ MK_DEV void mk_gather(const mk_dev *d, const mk_wait *w, uint32_t first, uint32_
                 at[j] = hi[j] = 0;
                 g[j] = make_float3(0, 0, 0);
                 if (i >= packets) continue;
-                uint32_t st = __ldg(start + s), end = __ldg(start + s + 1);
+                uint32_t st = start[s], end = start[s + 1];
                 end = end < first + n ? end : first + n;
                 int from = (int)(st + p * vpp) - (int)first, to = (int)end - (int)first;
                 if (from >= to || from + (int)vpp <= 0) continue;

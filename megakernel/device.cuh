@@ -25,6 +25,7 @@
 #define MK_STAGING        (MK_MAX_ROWS * MK_STAGING_ROW)
 #define MK_INSN_RING      4u
 #define MK_MAX_VEC        48u
+#define MK_MAX_START      4096u /* slice starts of all vectors, in shared memory */
 #define MK_MAX_NORM_HEADS 64u
 #define MK_RED_STRIDE     20u /* floats between two columns of a reduction tile of 16 rows: conflict-free */
 #define MK_RED_FLOATS     (MK_WARPS * MK_MAX_ROWS * MK_RED_STRIDE)
@@ -59,7 +60,7 @@ typedef struct mk_gpu_args {
     const mk_insn *insn;
     const uint32_t *queue; /* [workers + 1] */
     const mk_vec *vec;
-    const uint32_t *start;
+    const uint16_t *start; /* of all vectors: mk_vec.start_index is an index into it here */
     const mk_tape_seg *seg;
     const uint32_t *seg_first;    /* [workers + 1] */
     const uint32_t *expert_insn;  /* ROUTE, EXPERT_UP and EXPERT_DOWN of all workers: indices of instructions */
@@ -78,7 +79,7 @@ typedef struct mk_gpu_args {
     mk_fault *fault;      /* pinned */
     uint32_t *heartbeat;  /* pinned: steps finished, submit entries taken */
     uint64_t state_slot_bytes, kv_page_bytes, timeout_ns;
-    uint32_t n_vec, workers, epoch0, max_pages, local_bytes, static_stages;
+    uint32_t n_vec, n_start, workers, epoch0, max_pages, local_bytes, static_stages;
     uint32_t hang_worker, hang_seq, hang_step; /* fault injection: this worker stops before that instruction; MK_NONE: nobody */
 } mk_gpu_args;
 
@@ -108,6 +109,7 @@ typedef struct mk_shared {
     float rstd[2][MK_MAX_ROWS];
     float head_rstd[MK_MAX_ROWS][MK_MAX_NORM_HEADS];
     alignas(16) mk_vec vec[MK_MAX_VEC];
+    uint16_t start[MK_MAX_START];
     alignas(16) mk_insn insn[MK_INSN_RING];
     alignas(16) mk_step step;
     mk_gpu_args args; /* for functions that are not inlined */
@@ -428,12 +430,12 @@ MK_DEV uint32_t mk_quot(uint32_t i, mk_divisor v)
 }
 
 /* Slice of [0, n) that holds value `first`, by one warp: 32-ary search of the starts. */
-MK_DEV uint32_t mk_find_slice(const uint32_t *start, uint32_t n, uint32_t first, uint32_t lane)
+MK_DEV uint32_t mk_find_slice(const uint16_t *start, uint32_t n, uint32_t first, uint32_t lane)
 {
     uint32_t lo = 0;
     while (n > 1) {
         uint32_t step = (n + 31) / 32, at = lane * step;
-        bool le = at < n && __ldg(start + lo + at) <= first;
+        bool le = at < n && start[lo + at] <= first;
         uint32_t k = 31 - __clz((int)__ballot_sync(0xffffffffu, le)); /* lane 0 always holds */
         lo += k * step;
         n = n - k * step < step ? n - k * step : step;
@@ -456,7 +458,7 @@ MK_CALL void mk_warp_read(const mk_wait *w, uint32_t row, uint32_t first, uint32
     const mk_shared *sh = mk_sh();
     const mk_gpu_args *a = &sh->args;
     const mk_vec *v = &sh->vec[w->vec];
-    const uint32_t *start = a->start + v->start_index + w->slice0;
+    const uint16_t *start = sh->start + v->start_index + w->slice0;
     const uint32_t seq = sh->step.seq, epoch = mk_epoch(a->epoch0, seq, w->pub), sp = v->slice_packets, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
     const uint4 *base = (const uint4 *)(a->exchange + mk_packet_offset(v, mk_half(v, seq, w->pub), row, w->slice0));
     const uint32_t lane = threadIdx.x % 32, s0 = mk_find_slice(start, w->nslice, first, lane);
@@ -465,7 +467,7 @@ MK_CALL void mk_warp_read(const mk_wait *w, uint32_t row, uint32_t first, uint32
         uint32_t s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
         more = s < w->nslice;
         if (!more) continue;
-        uint32_t st = __ldg(start + s), end = __ldg(start + s + 1), at = st + p * vpp;
+        uint32_t st = start[s], end = start[s + 1], at = st + p * vpp;
         more = st < first + n;
         uint32_t hi = end < first + n ? end : first + n;
         if (!more || at >= hi || at + vpp <= first) continue;

@@ -254,6 +254,38 @@ static int upload_tapes(mk_gpu *g, mk_err *err)
     return g->args.seg && g->args.expert_insn && g->args.seg_first ? MK_OK : MK_E_CAPACITY;
 }
 
+/* The vectors as the kernel has them: their slice starts packed into one table for shared memory, without those of SAMPLE's statistics, which
+ * are many and all alike. */
+static int upload_vectors(mk_gpu *g, mk_err *err)
+{
+    const mk_program *p = g->prog;
+    const mk_program_info *i = &p->info;
+    mk_vec *vec = (mk_vec *)malloc(i->n_vec * sizeof *vec);
+    uint16_t *start = (uint16_t *)calloc(MK_MAX_START, sizeof *start);
+    uint32_t n = 0, stats = MK_NONE;
+    int rc = MK_OK;
+    if (!vec || !start) rc = mk_fail(err, MK_E_CAPACITY, "out of memory");
+    for (uint32_t k = 0; k < i->n_insn; k++)
+        if (p->insn[k].opcode == MK_OP_SAMPLE) stats = p->insn[k].wait[0].vec;
+    for (uint32_t k = 0; k < i->n_vec && !rc; k++) {
+        vec[k] = p->vec[k];
+        if (vec[k].scope != MK_PACKET || k == stats) continue;
+        const uint32_t *from = mk_vec_starts(p, &p->vec[k]);
+        vec[k].start_index = n;
+        if (n + vec[k].nslice + 1 > MK_MAX_START)
+            rc = mk_fail(err, MK_E_PROGRAM, "the kernel's limit is %u slices in all, vector %s is over it", MK_MAX_START, vec[k].name);
+        else if (vec[k].width > 0xffff)
+            rc = mk_fail(err, MK_E_PROGRAM, "vector %s: the kernel's limit is 65,535 values, found %u", vec[k].name, vec[k].width);
+        for (uint32_t s = 0; s <= vec[k].nslice && !rc; s++) start[n++] = (uint16_t)from[s];
+    }
+    if (!rc && (!(g->args.vec = (mk_vec *)uploaded(g, "vectors", vec, i->n_vec * sizeof *vec, err)) ||
+                !(g->args.start = (uint16_t *)uploaded(g, "slice starts", start, n * sizeof *start, err))))
+        rc = MK_E_CAPACITY;
+    g->args.n_start = n;
+    free(vec), free(start);
+    return rc;
+}
+
 static int allocate(mk_gpu *g, mk_err *err)
 {
     const mk_program *p = g->prog;
@@ -270,8 +302,6 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->kv_page_bytes = i->kv_page_bytes;
     int ok = (a->insn = (mk_insn *)uploaded(g, "program", p->insn, (uint64_t)i->n_insn * sizeof(mk_insn), err)) &&
              (a->queue = (uint32_t *)uploaded(g, "queues", p->queue, 4ull * (i->workers + 1), err)) &&
-             (a->vec = (mk_vec *)uploaded(g, "vectors", p->vec, (uint64_t)i->n_vec * sizeof(mk_vec), err)) &&
-             (a->start = (uint32_t *)uploaded(g, "slice starts", p->start, 4ull * i->n_start, err)) &&
              (a->tape = (uint8_t *)device_memory(g, "tapes", i->tape_bytes, err)) &&
              (a->expert = (uint8_t *)device_memory(g, "experts", i->expert_bytes, err)) &&
              (a->embed = (uint8_t *)device_memory(g, "embedding", i->embed_bytes, err)) &&
@@ -308,7 +338,8 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->hang_worker = g->cfg.hang_worker ? g->cfg.hang_worker - 1 : MK_NONE;
     a->hang_seq = g->cfg.hang_seq;
     a->hang_step = g->cfg.hang_step;
-    return upload_tapes(g, err);
+    int rc = upload_vectors(g, err);
+    return rc ? rc : upload_tapes(g, err);
 }
 
 int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_err *err)

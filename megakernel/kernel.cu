@@ -62,8 +62,7 @@ MK_DEV void compute(const mk_gpu_args *a)
 
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
     uint32_t first = a->queue[d.worker], end = a->queue[d.worker + 1];
-    if (d.tid == 0 && end > first && a->insn[end - 1].opcode == MK_OP_SCHEDULE) mk_schedule_next();
-    __syncwarp();
+    if (d.warp == 0 && end > first && a->insn[end - 1].opcode == MK_OP_SCHEDULE) mk_schedule_next(a, d.lane);
 
     for (uint32_t n = 0;; n++) {
         uint32_t slot = n % MK_INSN_RING, parity = n / MK_INSN_RING & 1;
@@ -285,6 +284,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         sh->args = a;
     }
     for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 4; i += MK_THREADS) ((uint32_t *)sh->vec)[i] = ((const uint32_t *)a.vec)[i];
+    for (uint32_t i = threadIdx.x; i < a.n_start; i += MK_THREADS) sh->start[i] = a.start[i];
     __syncthreads();
     if (threadIdx.x < a.n_vec && sh->vec[threadIdx.x].slice_packets) sh->vec[threadIdx.x].reserved = mk_div_by(sh->vec[threadIdx.x].slice_packets).magic;
     __syncthreads();
