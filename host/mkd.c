@@ -106,6 +106,8 @@ static int run(const mk_options *o, mk_err *err)
 {
     int gpu, rc = choose_device(o, &gpu, err);
     if (rc) return rc;
+    if (o->flight_dir[0] && access(o->flight_dir, W_OK | X_OK))
+        return mk_fail(err, MK_E_SYSTEM, "--flight-dir: cannot write to %.300s: %s", o->flight_dir, strerror(errno));
     mk_lock *lock = NULL;
     if (o->mode == MK_MODE_RUN) {
         mk_err notify;

@@ -107,6 +107,7 @@ check "context over the model's limit" refused 5 "4096" --check --model "$MODEL"
 check "does not fit in the memory allowed" refused 5 "" --check --model "$MODEL" --memory 1M
 if [ ! -e /dev/nvidiactl ]; then check "--device gpu without a driver" refused 9 "no NVIDIA driver" --check --model "$MODEL" --device gpu; fi
 check "socket directory without a parent" refused 6 "cannot make the socket directory" --model "$MODEL" --socket-dir "$T/no/dir"
+check "flight directory that does not exist" refused 6 "--flight-dir: cannot write to $T/no/dir" --model "$MODEL" --socket-dir "$S" --flight-dir "$T/no/dir"
 long=$T/$(printf 'd%.0s' {1..100})
 check "socket directory with a name too long for a socket" refused 2 "" --model "$MODEL" --socket-dir "$long"
 
