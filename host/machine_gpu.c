@@ -24,6 +24,8 @@
 #define DEADLINE_MS 1000 /* the same step for so long: it hangs. Below the kernel's own limit of a wait, after which its workers run on with
                             what they have and no longer show who waited for whom */
 #define LEAVE_MS    1000 /* for an aborted kernel to leave */
+#define MAX_HANGS   5    /* survived within HANGS_MS; at the next, launching again does not help (rebuilding a stream may be what hangs) */
+#define HANGS_MS    60000
 
 /* WATCHING -> HANGS or LEFT (the polling thread saw it) -> ABORTED (the server's thread has dealt with it; events may still lie in the ring)
  * -> WATCHING again, with the kernel launched anew and MK_EV_RESTARTED reported. */
@@ -37,6 +39,8 @@ typedef struct gpu_machine {
     pthread_t poller;
     int polling, stop; /* stop: atomic */
     int watch;         /* enum watch_state, atomic */
+    uint32_t hangs;
+    uint64_t hang_ms[MAX_HANGS]; /* when the last ones were */
     char flight_dir[PATH_MAX];
 } gpu_machine;
 
@@ -118,8 +122,8 @@ static void *poll_main(void *arg)
     return NULL;
 }
 
-/* Writes the flight file, says what happened, makes the kernel leave. Where it cannot be launched again the process ends: its supervisor
- * starts a new one. _exit, because a broken CUDA context does not always let go. */
+/* Writes the flight file, says what happened, makes the kernel leave. Where it cannot or should not be launched again the process ends: its
+ * supervisor starts a new one. _exit, because a broken CUDA context does not always let go. */
 static void deal_with(gpu_machine *g)
 {
     mk_snapshot s;
@@ -138,8 +142,11 @@ static void deal_with(gpu_machine *g)
         snprintf(text, sizeof text, "the kernel left without a word");
     if (mk_flight_write(&s, g->flight_dir, g->m.name, text, path, sizeof path, &err)) snprintf(path, sizeof path, "(none: %.300s)", err.msg);
     mk_snapshot_free(&s);
-    if (lost) {
-        mk_log(MK_LOG_ERROR, "GPU lost: %s; flight record %s", text, path);
+    uint64_t *oldest = &g->hang_ms[g->hangs++ % MAX_HANGS], t = now_ms();
+    int again = *oldest && t - *oldest < HANGS_MS; /* it is MAX_HANGS hangs ago */
+    *oldest = t;
+    if (lost || again) {
+        mk_log(MK_LOG_ERROR, "GPU lost: %s%s; flight record %s", again ? "it hangs again and again: " : "", text, path);
         _exit(MK_E_DEVICE);
     }
     mk_log(MK_LOG_ERROR, "GPU: %s; flight record %s", text, path);
