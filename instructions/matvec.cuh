@@ -145,22 +145,26 @@ MK_DEV void mk_rstd_share(const mk_dev *d, uint32_t k, float eps)
     if (d->lane == 0) d->sh->rstd[d->memo->parity][d->warp] = 1.0f / sqrtf(s / (float)k + eps);
 }
 
-/* HEADNORM: 1/rms of every head of every row, out of the trailers of its slices (ascending). */
+/* HEADNORM: 1/rms of every head of every row, out of the trailers of its slices (ascending). A lane a slice; a head's slices, a power of two, lie
+ * side by side in a warp. */
 MK_DEV void mk_head_norms(const mk_dev *d, const mk_wait *w, uint32_t heads, uint32_t group, float eps)
 {
     const mk_vec *v = &d->sh->vec[w->vec];
     const uint4 *base = mk_wait_packets(d, w, v, 0);
-    uint32_t per = w->nslice / heads, values = group / per, epoch = mk_wait_epoch(d, w), sp = v->slice_packets;
-    uint32_t word = v->dtype == MK_F32 ? values : (values + 1) / 2;
-    for (uint32_t i = d->tid; i < heads * d->step->nrows; i += MK_COMPUTE) {
-        uint32_t r = i / heads, h = i - r * heads;
-        const uint4 *p = base + ((size_t)r * v->nslice + h * per) * sp + word / 3;
-        float sum = 0;
-        for (uint32_t s = 0; s < per; s++, p += sp) {
-            const uint4 q = mk_packet_wait(p, w, r, (h * per + s) * sp + word / 3, epoch);
-            sum += __uint_as_float(word % 3 == 0 ? q.x : word % 3 == 1 ? q.y : q.z);
+    const uint32_t n = w->nslice, total = n * d->step->nrows, shift = 31 - __clz((int)(n / heads)), per = 1u << shift, values = group >> shift;
+    const uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets, word = v->dtype == MK_F32 ? values : (values + 1) / 2;
+    for (uint32_t i0 = d->warp * 32; i0 < total; i0 += MK_COMPUTE) {
+        uint32_t s = i0 + d->lane, r = 0;
+        const bool has = s < total;
+        for (; s >= n; s -= n) r++;
+        float x = 0, sum = 0;
+        if (has) {
+            const uint32_t packet = s * sp + word / 3;
+            const uint4 q = mk_packet_wait(base + (size_t)r * v->nslice * sp + packet, w, r, packet, epoch);
+            x = __uint_as_float(word % 3 == 0 ? q.x : word % 3 == 1 ? q.y : q.z);
         }
-        d->sh->head_rstd[r][h] = 1.0f / sqrtf(sum / (float)group + eps);
+        for (uint32_t k = 0; k < per; k++) sum += __shfl_sync(0xffffffffu, x, (d->lane & ~(per - 1)) + k);
+        if (has && (d->lane & (per - 1)) == 0) d->sh->head_rstd[r][s >> shift] = 1.0f / sqrtf(sum / (float)group + eps);
     }
 }
 

@@ -31,6 +31,8 @@ typedef struct mk_sample_scratch {
     uint32_t key, token;
     float max, sum;
     uint32_t best;
+    float warp_max[MK_WARPS], warp_sum[MK_WARPS];
+    uint32_t warp_best[MK_WARPS];
 } mk_sample_scratch;
 static_assert(sizeof(mk_sample_scratch) <= MK_STAGING, "scratch fits the staging area");
 
@@ -204,45 +206,65 @@ MK_DEV uint32_t mk_draw_token(const mk_dev *d, mk_sample_scratch *x, const mk_di
     return x->token;
 }
 
-/* Maximum, its lowest id and the normaliser of one row, by one warp: slices ascending, a run of them a lane. */
+/* Maximum, its lowest id and the normaliser of one row, by all threads: slices tid, tid + 512, ... a thread, then by warp, then by block. */
 MK_DEV void mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_sample_scratch *x)
 {
+    constexpr uint32_t PER = 4; /* slices of a thread at most: gpu.cu sees to it */
     const mk_wait *w = &d->in->wait[0];
     const mk_vec *v = &d->sh->vec[w->vec];
     const uint4 *base = mk_wait_packets(d, w, v, row);
-    const uint32_t epoch = mk_wait_epoch(d, w), per = (slices + 31) / 32, lo = d->lane * per, hi = lo + per < slices ? lo + per : slices;
-    float max = -INFINITY, sum = 0;
-    uint32_t best = 0;
-    for (int round = 0; round < 2; round++) {
-        for (uint32_t s = lo; s < hi; s++) {
-            const uint4 q = mk_packet_wait(base + s * v->slice_packets, w, row, s * v->slice_packets, epoch);
-            float m = __uint_as_float(q.x);
-            if (round) {
-                if (m > -INFINITY) sum = __fmaf_rn(__uint_as_float(q.z), mk_expf(m - max), sum);
-            } else if (m > max) {
-                max = m;
-                best = q.y;
-            }
-        }
-        if (round) continue;
+    const uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets;
+    float m[PER], z[PER], max = -INFINITY, sum = 0;
+    uint32_t best = 0xffffffffu;
 #pragma unroll
-        for (int k = 1; k < 32; k <<= 1) { /* ties to the earlier slice */
-            float om = __shfl_down_sync(0xffffffffu, max, k);
-            uint32_t ob = __shfl_down_sync(0xffffffffu, best, k);
-            if (om > max) {
-                max = om;
-                best = ob;
-            }
+    for (uint32_t k = 0; k < PER; k++) {
+        const uint32_t s = d->tid + k * MK_COMPUTE;
+        m[k] = -INFINITY;
+        z[k] = 0;
+        if (s >= slices) continue;
+        const uint4 q = mk_packet_wait(base + s * sp, w, row, s * sp, epoch);
+        m[k] = __uint_as_float(q.x);
+        z[k] = __uint_as_float(q.z);
+        if (m[k] > max) {
+            max = m[k];
+            best = q.y;
         }
-        max = __shfl_sync(0xffffffffu, max, 0);
-        best = __shfl_sync(0xffffffffu, best, 0);
     }
-    sum = mk_warp_sum(sum);
+#pragma unroll
+    for (int k = 16; k; k >>= 1) { /* ties to the lower id */
+        const float om = __shfl_xor_sync(0xffffffffu, max, k);
+        const uint32_t ob = __shfl_xor_sync(0xffffffffu, best, k);
+        if (om > max || (om == max && ob < best)) {
+            max = om;
+            best = ob;
+        }
+    }
     if (d->lane == 0) {
+        x->warp_max[d->warp] = max;
+        x->warp_best[d->warp] = best;
+    }
+    mk_sync();
+    max = x->warp_max[0];
+    best = x->warp_best[0];
+    for (uint32_t k = 1; k < MK_WARPS; k++)
+        if (x->warp_max[k] > max || (x->warp_max[k] == max && x->warp_best[k] < best)) {
+            max = x->warp_max[k];
+            best = x->warp_best[k];
+        }
+#pragma unroll
+    for (uint32_t k = 0; k < PER; k++)
+        if (m[k] > -INFINITY) sum = __fmaf_rn(z[k], mk_expf(m[k] - max), sum);
+    sum = mk_warp_sum(sum);
+    if (d->lane == 0) x->warp_sum[d->warp] = sum;
+    mk_sync();
+    if (d->tid == 0) {
+        sum = 0;
+        for (uint32_t k = 0; k < MK_WARPS; k++) sum += x->warp_sum[k];
         x->max = max;
-        x->best = best;
+        x->best = best == 0xffffffffu ? 0 : best;
         x->sum = sum;
     }
+    mk_sync();
 }
 
 MK_DEV void mk_sample_run(const mk_dev *d)
@@ -261,8 +283,7 @@ MK_DEV void mk_sample_run(const mk_dev *d)
         const mk_row *row = &d->step->row[r];
         if (!(row->flags & (MK_ROW_SAMPLE | MK_ROW_SCORE))) continue;
         const float *l = logits + (size_t)r * s->vocab;
-        if (d->warp == 0) mk_stats_merge(d, r, s->slices, x);
-        mk_sync();
+        mk_stats_merge(d, r, s->slices, x);
         const float max = x->max, sum = x->sum;
         const uint32_t best = x->best;
         uint32_t token = row->target;

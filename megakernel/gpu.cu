@@ -106,6 +106,7 @@ static int check_gemv(const mk_program *p, uint32_t worker, const mk_insn *in, m
         AT_MOST("heads under one norm", MK_MAX_NORM_HEADS, heads);
         EXPECT("values a head (a power of two of 64 or more)", 0, group < 64 || (group & (group - 1)) || heads * group != g->k);
         EXPECT("slices of whole heads", in->wait[0].nslice, per * heads);
+        EXPECT("slices a head (a power of two up to 32)", 0, per > 32 || (per & (per - 1)));
         const uint32_t *start = mk_vec_starts(p, x) + in->wait[0].slice0;
         for (uint32_t s = 0; s <= in->wait[0].nslice; s++) EXPECT("start of a slice", g->in_off + s * (group / per), start[s]);
     }
@@ -149,8 +150,10 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         AT_MOST("experts", MK_MAX_EXPERT, in->route.experts);
         AT_MOST("expert groups", 32, in->route.groups);
         return MK_OK;
-    case MK_OP_EMBED:
     case MK_OP_SAMPLE:
+        AT_MOST("pieces of the LM head", 4 * MK_COMPUTE, in->sample.slices);
+        return MK_OK;
+    case MK_OP_EMBED:
     case MK_OP_SCHEDULE:
         return MK_OK;
     default:
