@@ -15,7 +15,7 @@ typedef uint16_t mk_h8 __attribute__((vector_size(16)));
 #define MK_INLINE static inline __attribute__((always_inline, unused))
 /* Bits do not depend on the clone: every lane does the same roundings in the same order (-ffp-contract=off). */
 #if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__)
-#define MK_CLONES __attribute__((target_clones("avx2", "default")))
+#define MK_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
 #define MK_CLONES
 #endif

@@ -4,8 +4,8 @@
 set -u
 cd "$(dirname "$0")/.." || exit 2
 build=${BUILD:-build}
-prompt=${PROMPT:-The history of the world is}
-seed=${SEED:-1}
+prompt=${PROMPT:-The whale was seen at dawn, and the captain}
+seed=${SEED:-11}
 dir=$(mktemp -d)
 pid=
 cleanup() {
