@@ -38,8 +38,21 @@ MK_DEV void mk_schedule_next(const mk_gpu_args *a, uint32_t lane)
     if (__any_sync(0xffffffffu, go)) mk_step_publish(a, lane);
 }
 
+/* Epochs repeat after 2^32 / MK_EPOCH_STRIDE steps, and a row that few steps have keeps its packets as long (megakernel/exchange.h,
+ * mk_exchange_sweep). Now nobody reads or writes packets: SAMPLE has seen every worker's last publication, and the next step begins with the
+ * descriptor, which is stored after the fence. */
+MK_DEV void mk_schedule_sweep(const mk_dev *d)
+{
+    const mk_gpu_args *a = d->a;
+    const uint32_t next = d->step->seq + 1, base = a->epoch0 + next * MK_EPOCH_STRIDE;
+    if (next % a->sweep) return;
+    for (uint32_t i = d->tid; i < a->packets; i += MK_COMPUTE) mk_packet_store((uint4 *)a->exchange + i, 0, 0, 0, base);
+    __threadfence();
+}
+
 MK_DEV void mk_schedule_run(const mk_dev *d)
 {
+    mk_schedule_sweep(d);
     mk_sync();
     if (d->warp != 0) return;
     if (d->lane == 0 && !mk_load_relaxed(d->a->abort)) {

@@ -79,6 +79,7 @@ typedef struct mk_gpu_args {
     mk_fault *fault;      /* pinned */
     uint32_t *heartbeat;  /* pinned: steps finished, submit entries taken */
     uint64_t state_slot_bytes, kv_page_bytes, timeout_ns;
+    uint32_t packets, sweep; /* of the exchange; steps between two sweeps of them */
     uint32_t n_vec, n_start, workers, epoch0, max_pages, local_bytes, static_stages;
     uint32_t hang_worker, hang_seq, hang_step; /* fault injection: this worker stops before that instruction; MK_NONE: nobody */
 } mk_gpu_args;

@@ -11,8 +11,7 @@ int mk_wait_ready(const mk_ctx *c, int w, uint32_t *slice);
 void mk_exchange_reset(const mk_program *p, mk_memory *mem, uint32_t epoch0);
 
 /* Epochs repeat after 2^32 / MK_EPOCH_STRIDE steps, and a row that few steps have keeps its packets as long: between two steps, when
- * nobody waits for anything, every MK_SWEEP_STEPS steps, all packets get the base epoch of step `step`, which no publication carries. */
-#define MK_SWEEP_STEPS (1u << 20)
+ * nobody waits for anything, every MK_SWEEP_STEPS steps (rings.h), all packets get the base epoch of step `step`, which no publication carries. */
 void mk_exchange_sweep(const mk_program *p, mk_memory *mem, uint32_t epoch0, uint32_t step);
 
 #endif

@@ -299,6 +299,8 @@ static int allocate(mk_gpu *g, mk_err *err)
     g->max_pages = (context + MK_PAGE - 1) / MK_PAGE;
     a->n_vec = i->n_vec;
     a->workers = i->workers;
+    a->packets = (uint32_t)(i->exchange_bytes / 16);
+    a->sweep = g->cfg.sweep ? g->cfg.sweep : MK_SWEEP_STEPS;
     a->max_pages = g->max_pages;
     a->local_bytes = (uint32_t)i->local_bytes;
     a->state_slot_bytes = i->state_slot_bytes;

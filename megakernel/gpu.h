@@ -28,6 +28,7 @@ typedef struct mk_gpu_config {
     uint32_t slots;      /* stream slots */
     uint32_t context;    /* tokens of a slot's log */
     uint32_t timeout_ms; /* of every wait but the idle ones; 0: 2000 */
+    uint32_t sweep;      /* steps between two sweeps of the exchange, a power of two; 0: 2^20 (megakernel/exchange.h) */
     uint32_t hang_worker, hang_seq, hang_step; /* fault injection: worker + 1 (0: none) stops before that instruction of that step of the first launch */
 } mk_gpu_config;
 

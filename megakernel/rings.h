@@ -8,6 +8,7 @@
 
 #define MK_SUBMIT_RING 1024u /* entries, power of two */
 #define MK_EVENT_RING  4096u /* entries, power of two */
+#define MK_SWEEP_STEPS (1u << 20) /* steps between two sweeps of the exchange: megakernel/exchange.h */
 #define MK_MAX_STOP    16    /* stop ids of a generation */
 #define MK_MAX_APPENDS 8     /* appends of one slot that may be outstanding */
 

@@ -22,7 +22,7 @@
 #define LONG   2000
 #define NOISE  0.1f /* logits this close may change places: bf16 activations move a logit by up to 5e-2 of the RMS, which is 2.0 here */
 
-static uint32_t workers, timeout_ms = 2000;
+static uint32_t workers, timeout_ms = 2000, sweep; /* sweep: of the next machine_open; 0: the default */
 static int quick;
 static FILE *report;
 
@@ -82,7 +82,7 @@ static machine *machine_open(const machine_config *c)
                       .param = zeroed(i->param_floats * 4)};
     TRY(mk_pack(m->plan, ck, &host, &err));
     mk_checkpoint_close(&ck);
-    mk_gpu_config gc = {.slots = SLOTS, .context = m->context, .timeout_ms = c->timeout_ms ? c->timeout_ms : timeout_ms, .hang_worker = c->hang_worker,
+    mk_gpu_config gc = {.slots = SLOTS, .sweep = sweep, .context = m->context, .timeout_ms = c->timeout_ms ? c->timeout_ms : timeout_ms, .hang_worker = c->hang_worker,
                         .hang_seq = c->hang_seq, .hang_step = c->hang_step};
     TRY(mk_gpu_new(m->plan->prog, &gc, &m->gpu, &err));
     TRY(mk_gpu_upload(m->gpu, &host, &err));
@@ -417,12 +417,15 @@ static void invariance(void **state)
         const char *name;
         uint32_t chunk;
         int company;
-        uint32_t epoch0;
-    } c[] = {{"again", N, 0, 0},           {"again", N, 0, 0},        {"chunks of 1", 1, 0, 0},    {"chunks of 3", 3, 0, 0},
-             {"with 7 others", N, 1, 0}, {"chunks of 3, 7 others", 3, 1, 0}, {"epochs from 0xfffffff0", N, 0, 0xfffffff0u}};
+        uint32_t epoch0, sweep;
+    } c[] = {{"again", N, 0, 0, 0}, {"again", N, 0, 0, 0}, {"chunks of 1", 1, 0, 0, 0}, {"chunks of 3", 3, 0, 0, 0},
+             {"with 7 others", N, 1, 0, 0}, {"chunks of 3, 7 others", 3, 1, 0, 0}, {"epochs from 0xfffffff0", N, 0, 0xfffffff0u, 0},
+             {"exchange swept every 2 steps, 7 others", 3, 1, 0xfffff000u, 2}};
     uint32_t worst = 0;
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        sweep = c[i].sweep;
         life l = live(&g, c[i].chunk, c[i].company, c[i].epoch0);
+        sweep = 0;
         uint32_t bits = differing(&ref, &l);
         print_message("row invariance, %s: %u differing bits\n", c[i].name, bits);
         fprintf(report, "  {\"row_invariance\": \"%s\", \"differing_bits\": %u},\n", c[i].name, bits);
