@@ -80,18 +80,17 @@ int mk_engine_open(const mk_engine_config *cfg, mk_engine **out, mk_err *err)
     *out = NULL;
     if (cfg->streams < 1 || cfg->streams > 1024)
         return mk_fail(err, MK_E_USAGE, "streams: expected 1 to 1024, found %u", cfg->streams);
+    if (cfg->synthetic && !cfg->gpu) return mk_fail(err, MK_E_USAGE, "synthetic weights are made on a GPU: --device gpu");
     mk_engine *e = calloc(1, sizeof *e);
     if (!e) return mk_fail(err, MK_E_CAPACITY, "out of memory");
     e->slots = cfg->streams;
-    mk_validation val;
     mk_machine_limits limits;
     int rc = cfg->gpu ? mk_machine_gpu_limits(&limits, err) : MK_OK;
     if (!rc) rc = mk_model_read(cfg->dir, &e->model, err);
-    if (cfg->synthetic && !cfg->gpu) rc = mk_fail(err, MK_E_USAGE, "synthetic weights are made on a GPU: --device gpu");
     if (!rc && !cfg->synthetic) rc = mk_checkpoint_open(cfg->dir, &e->ck, err);
     if (!rc) rc = mk_model_resolve(e->model, e->ck, cfg->weights, err);
     if (!rc) rc = plan_to_fit(e, cfg, cfg->gpu ? &limits : NULL, err);
-    if (!rc) rc = mk_validate(e->plan->prog, &val, err);
+    if (!rc) rc = mk_validate(e->plan->prog, NULL, err);
     mk_machine_config mc = {.slots = e->slots, .context = e->context, .epoch0 = cfg->epoch0, .flight_dir = cfg->flight_dir};
     if (!rc) rc = (cfg->gpu ? mk_machine_gpu : mk_machine_twin)(e->plan, e->ck, &mc, &e->machine, err);
     mk_checkpoint_close(&e->ck);

@@ -33,7 +33,8 @@ typedef struct mk_machine_config {
     const char *flight_dir; /* GPU: where mkd-flight-<time>.json goes when the kernel hangs; NULL or "": the working directory */
 } mk_machine_config;
 
-/* Allocates, packs the weights of `ck`. A GPU makes random ones where ck is NULL (megakernel/synth.h). The plan must outlive the machine and its program must have passed the validator. */
+/* Allocates, packs the weights of `ck`. A GPU makes random ones where ck is NULL (megakernel/synth.h). The plan must outlive the machine
+ * and its program must have passed the validator. */
 int mk_machine_twin(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **m, mk_err *err);
 int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **m, mk_err *err);
 
@@ -47,5 +48,7 @@ int mk_machine_gpu_limits(mk_machine_limits *l, mk_err *err);
 
 /* Writes one count to an eventfd. */
 void mk_ring_fd(int fd);
+/* The host's side of a token ring: takes up to n events from entry *next on, in order, and tells the device (*read). */
+uint32_t mk_take_events(const mk_event *ring, uint32_t *next, uint32_t *read, mk_event *ev, uint32_t n);
 
 #endif

@@ -192,16 +192,9 @@ static int gpu_submit(mk_machine *m, const mk_submit *s, mk_err *err)
 static uint32_t gpu_events(mk_machine *m, mk_event *ev, uint32_t n)
 {
     gpu_machine *g = of(m);
-    uint32_t got = 0;
     int state = __atomic_load_n(&g->watch, __ATOMIC_ACQUIRE);
     if (state == HANGS || state == LEFT) deal_with(g);
-    while (got < n) {
-        mk_event *e = &g->rings.event[g->event_next % MK_EVENT_RING];
-        if (__atomic_load_n(&e->seq, __ATOMIC_ACQUIRE) != g->event_next + 1) break;
-        ev[got++] = *e;
-        g->event_next++;
-    }
-    if (got) __atomic_store_n(g->rings.event_read, g->event_next, __ATOMIC_RELEASE);
+    uint32_t got = mk_take_events(g->rings.event, &g->event_next, g->rings.event_read, ev, n);
     if (got < n && state != WATCHING) { /* the old kernel's last event is taken */
         relaunch(g);
         ev[got++] = (mk_event){.kind = MK_EV_RESTARTED};

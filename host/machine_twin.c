@@ -30,6 +30,18 @@ void mk_ring_fd(int fd)
     while (write(fd, &one, sizeof one) < 0 && errno == EINTR) {}
 }
 
+uint32_t mk_take_events(const mk_event *ring, uint32_t *next, uint32_t *read, mk_event *ev, uint32_t n)
+{
+    uint32_t got = 0;
+    for (; got < n; (*next)++) {
+        const mk_event *e = &ring[*next % MK_EVENT_RING];
+        if (__atomic_load_n(&e->seq, __ATOMIC_ACQUIRE) != *next + 1) break;
+        ev[got++] = *e;
+    }
+    if (got) __atomic_store_n(read, *next, __ATOMIC_RELEASE);
+    return got;
+}
+
 static void *thread_main(void *arg)
 {
     twin_machine *t = arg;
@@ -82,17 +94,8 @@ static uint32_t twin_events(mk_machine *m, mk_event *ev, uint32_t n)
 {
     twin_machine *t = of(m);
     mk_sched *s = mk_twin_sched(t->twin);
-    uint32_t got = 0;
-    while (got < n) {
-        mk_event *e = &s->event[t->event_next % MK_EVENT_RING];
-        if (__atomic_load_n(&e->seq, __ATOMIC_ACQUIRE) != t->event_next + 1) break;
-        ev[got++] = *e;
-        t->event_next++;
-    }
-    if (got) {
-        __atomic_store_n(s->event_read, t->event_next, __ATOMIC_RELEASE);
-        if (__atomic_load_n(&s->stalled, __ATOMIC_RELAXED)) mk_ring_fd(t->doorbell_fd);
-    }
+    uint32_t got = mk_take_events(s->event, &t->event_next, s->event_read, ev, n);
+    if (got && __atomic_load_n(&s->stalled, __ATOMIC_RELAXED)) mk_ring_fd(t->doorbell_fd);
     return got;
 }
 

@@ -1,5 +1,7 @@
 #include "host/planner_internal.h"
 
+#include "instructions/validate.h" /* MK_STAGING_BYTES */
+
 #include <stdlib.h>
 #include <string.h>
 #include <stdio.h>
@@ -300,7 +302,7 @@ void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t
         g->phase = (uint16_t)(g->row0 % MK_SCALE_ROWS);
         g->nseg = (uint16_t)mk_segments(g->phase, rows);
     }
-    uint32_t fit = MK_STAGE_LIMIT / (MK_MAX_ROWS * esize) & ~127u;
+    uint32_t fit = MK_STAGING_BYTES / (MK_MAX_ROWS * esize) & ~127u;
     g->k_chunk = mat->k < fit ? mat->k : fit;
     mk_wait_values(b, in, s->in_vec, s->in_pub, part->in_off, mat->k);
     if (s->epilogue == MK_EPI_ADD || s->epilogue == MK_EPI_GATED) mk_wait_slice(b, in, s->res_vec, s->res_pub, slice);

@@ -6,9 +6,6 @@
 
 #include <string.h>
 
-/* Staging for gathered vectors at MK_MAX_ROWS rows, bytes (design.md section 4). */
-#define MK_STAGE_LIMIT 40960u
-
 typedef struct mk_queue {
     mk_insn *insn;
     uint32_t n, cap;

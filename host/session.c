@@ -31,7 +31,6 @@ int mk_session_open(const mk_session_config *c, mk_session **out, mk_err *err)
 {
     mk_session *r = calloc(1, sizeof *r);
     mk_checkpoint *ck = NULL;
-    mk_validation val;
     int rc;
     *out = NULL;
     if (!r) return mk_fail(err, MK_E_CAPACITY, "out of memory");
@@ -42,7 +41,7 @@ int mk_session_open(const mk_session_config *c, mk_session **out, mk_err *err)
     r->slots = slots;
     if ((rc = mk_model_read(c->dir, &r->model, err)) || (rc = mk_checkpoint_open(c->dir, &ck, err)) ||
         (rc = mk_model_resolve(r->model, ck, c->weights, err)) || (rc = mk_plan_make(r->model, &pc, &r->plan, err)) ||
-        (rc = mk_validate(r->plan->prog, &val, err)) || (rc = mk_twin_new(r->plan->prog, &tc, &r->twin, err)) ||
+        (rc = mk_validate(r->plan->prog, NULL, err)) || (rc = mk_twin_new(r->plan->prog, &tc, &r->twin, err)) ||
         (rc = mk_pack(r->plan, ck, mk_twin_memory(r->twin), err))) {
         mk_checkpoint_close(&ck);
         mk_session_close(&r);

@@ -38,8 +38,7 @@ typedef struct mk_ctx {
     const mk_step *step;
     uint32_t worker;
     uint32_t epoch0;
-    float *scratch;          /* at least mk_scratch_floats() */
-    size_t scratch_floats;
+    float *scratch;          /* of the machine, one for all workers: staged vectors and outputs of one instruction */
     mk_route_hook route_hook;
     void *route_arg;
     void *machine;           /* SCHEDULE: struct mk_sched of the machine */

@@ -14,7 +14,6 @@ struct mk_twin {
     uint32_t epoch0, sweep;
     uint32_t *pc; /* [workers] next instruction */
     float *scratch;
-    size_t scratch_floats;
     mk_twin_hook hook;
     void *hook_arg;
     mk_route_hook route_hook;
@@ -61,7 +60,7 @@ int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **out, m
     m->max_pages = (cfg->context + MK_PAGE - 1) / MK_PAGE;
     mk_sched *s = &t->sched;
     /* per row: the widest gathered vector and an output of the same order; see mk_ctx.scratch */
-    t->scratch_floats = (size_t)64 * 1024 + (size_t)MK_MAX_ROWS * 4 * (i->hidden + 65536);
+    size_t scratch_floats = (size_t)64 * 1024 + (size_t)MK_MAX_ROWS * 4 * (i->hidden + 65536);
     if (!(m->tape = region(t, "tape", i->tape_bytes, err)) || !(m->expert = region(t, "expert", i->expert_bytes, err)) ||
         !(m->embed = region(t, "embedding", i->embed_bytes, err)) ||
         !(m->param = region(t, "parameter", i->param_floats * 4, err)) ||
@@ -74,7 +73,7 @@ int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **out, m
         !(m->page = region(t, "page table", (uint64_t)cfg->slots * m->max_pages * 4, err)) ||
         !(m->token = region(t, "token log", (uint64_t)cfg->slots * cfg->context * 4, err)) ||
         !(s->submit = region(t, "ring", sizeof(mk_submit) * MK_SUBMIT_RING + sizeof(mk_event) * MK_EVENT_RING + 64, err)) ||
-        !(t->scratch = region(t, "scratch", t->scratch_floats * 4 + (uint64_t)i->workers * 4, err))) {
+        !(t->scratch = region(t, "scratch", scratch_floats * 4 + (uint64_t)i->workers * 4, err))) {
         mk_twin_destroy(&t);
         return err ? err->code : MK_E_CAPACITY;
     }
@@ -86,7 +85,7 @@ int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **out, m
     s->token = m->token;
     s->max_context = cfg->context;
     s->n_slots = cfg->slots;
-    t->pc = (uint32_t *)(t->scratch + t->scratch_floats);
+    t->pc = (uint32_t *)(t->scratch + scratch_floats);
     mk_exchange_reset(p, m, t->epoch0);
     *out = t;
     return MK_OK;
@@ -144,7 +143,6 @@ static int run(mk_twin *t, const mk_step *step, mk_err *err)
                 .step = step,
                 .epoch0 = t->epoch0,
                 .scratch = t->scratch,
-                .scratch_floats = t->scratch_floats,
                 .route_hook = t->route_hook,
                 .route_arg = t->route_arg,
                 .machine = &t->sched};

@@ -280,7 +280,6 @@ void one_run(onestep *o, uint32_t worker)
     mk_ctx c = context(o, &o->in, worker);
     memset(o->scratch, 0xff, o->scratch_floats * sizeof(float));
     c.scratch = o->scratch;
-    c.scratch_floats = o->scratch_floats;
     for (int k = 0; k < o->in.nwait; k++) {
         uint32_t slice = 0;
         if (!mk_wait_ready(&c, k, &slice)) fail_msg("wait %d is not satisfied: slice %u", k, slice);
