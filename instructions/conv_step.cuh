@@ -25,6 +25,7 @@ MK_DEV void mk_conv_step_run(const mk_dev *d)
         mk_warp_read(&d->in->wait[part], r, part == 0 ? v->q_off : part == 1 ? v->k_off : v->v_off, len, u + r * n + part * dk);
     }
     mk_sync();
+    mk_trace_input(d);
     for (uint32_t r = 0; mine && r < nrows; r++) {
         const mk_row *row = &d->step->row[r];
         float *to = (float *)(d->a->state + row->state_write * d->a->state_slot_bytes + v->state_off) + d->tid;

@@ -80,6 +80,8 @@ MK_DEV void mk_delta_step_run(const mk_dev *d)
     for (int c = 0; c < COLS; c++) s[c] = mk_delta_load(d, e, d->step->row, d->warp + c * MK_WARPS);
     if (d->warp < nrows) mk_delta_gates(d, e, d->warp, rows + d->warp);
     mk_sync();
+    mk_trace_input(d);
+    mk_trace_bytes(d, nrows * MK_DELTA_DK * dv * 4);
 #pragma unroll 1
     for (uint32_t v0 = d->warp; v0 < dv; v0 += COLS * MK_WARPS)
 #pragma unroll 1
@@ -123,6 +125,7 @@ MK_DEV void mk_delta_step_run(const mk_dev *d)
         }
     mk_sync();
 
+    mk_trace_publish(d);
     /* one warp a row: the slice's values, then the trailer */
     if (d->warp < nrows) {
         const uint32_t r = d->warp, words = (dv + 1) / 2;

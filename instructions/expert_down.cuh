@@ -96,6 +96,7 @@ MK_DEV void mk_expert_down_run(const mk_dev *d)
         while (j1 < n_union && pairs->first[j1 + 1] - p0 <= fit) j1++;
         mk_pairs_gather(d, e, T, p0, pairs->first[j1] - p0, shape.stride);
         mk_sync();
+        if (!j0) mk_trace_input(d);
         if (j0 == 0 && base->scope == MK_LOCAL)
 #pragma unroll
             for (uint32_t k = 0; k < UNITS; k++) {
@@ -127,6 +128,7 @@ MK_DEV void mk_expert_down_run(const mk_dev *d)
             j0 += batch;
         }
     }
+    mk_trace_publish(d);
 #pragma unroll
     for (uint32_t k = 0; k < UNITS; k++) {
         const uint32_t r = at[k].row;

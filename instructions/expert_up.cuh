@@ -44,6 +44,7 @@ MK_DEV void mk_expert_up_run(const mk_dev *d)
         mk_rstd_share(d, e->k, e->eps);
     }
     mk_sync();
+    mk_trace_input(d);
 
     mk_deal at = {0, mk_deal_first(0, T, d->worker, workers)};
     bool more = mk_deal_settle(&at, n_union, T, d->worker, workers);
@@ -60,6 +61,7 @@ MK_DEV void mk_expert_up_run(const mk_dev *d)
             more = mk_deal_settle(&at, n_union, T, d->worker, workers);
         }
         mk_sync();
+        mk_trace_publish(d);
         for (uint32_t slot = 0; slot < n; slot++) {
             uint32_t row0 = mk_cut(from.t, e->inter, by_T), rows = mk_cut(from.t + 1, e->inter, by_T) - row0, units = mk_units(rows);
             const mk_tile t = mk_tile_make(e->wtype, 2 * rows, e->k, 2, e->nseg, 0, MK_SCALE_ROWS, 1);

@@ -24,6 +24,7 @@ MK_DEV void mk_kv_append_run(const mk_dev *d)
         const float *gamma = d->a->param + m->param_off;
         float *x = (float *)d->sh->staging + r * n, sum = 0;
         mk_warp_read(&d->in->wait[0], r, m->in_off, n, x);
+        mk_trace_input(d);
         for (uint32_t i = d->lane; i < latent; i += 32) sum = __fmaf_rn(x[i], x[i], sum);
         float rstd = mk_rsqrtf(mk_warp_sum(sum) / (float)latent + m->eps);
         uint32_t *dst = (uint32_t *)mk_kv_at(d, m->kv_off, row->slot, row->pos, n * 2);

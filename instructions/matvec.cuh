@@ -306,6 +306,7 @@ MK_DEV void mk_product(const mk_dev *d, const mk_tile *t, uint32_t kb0, uint32_t
             lap ^= 1;
         }
     }
+    mk_trace_bytes(d, (kb1 - kb0) * kb_bytes);
     if (d->lane == 0) {
         d->memo->at[RING] = at;
         d->memo->lap[RING] = lap;
@@ -347,6 +348,7 @@ MK_DEV void mk_gathered_product(const mk_dev *d, const mk_input *x, const mk_til
         if (kb) mk_sync(); /* the chunk before is consumed */
         if (!have) mk_gather(d, w, x->in_off + first, n, gamma ? gamma + first : gamma, shape, kb > 0);
         mk_sync(); /* staged; and the reduction area is read */
+        if (!kb) mk_trace_input(d);
         if (rms && !have && end == t->nkb) mk_rstd_share(d, x->k, x->eps);
         mk_product<MK_TAPE>(d, t, kb, end, mk_column(d, shape), shape.plane, norms, head_shift, acc);
         kb = end;

@@ -121,6 +121,8 @@ MK_DEV void mk_mla_item(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_t s
     float acc[MK_HEAD_GROUP];
     mk_mla_queries(d, m, r, h0, heads, x);
     mk_sync();
+    if (!r && !group) mk_trace_input(d);
+    mk_trace_bytes(d, (end - first) * n * 2);
     for (uint32_t t0 = first; t0 < end; t0 += MK_PAGE) {
         uint32_t tokens = end - t0 < MK_PAGE ? end - t0 : MK_PAGE;
         const uint8_t *page = mk_kv_at(d, m->kv_off, row->slot, t0, n * 2);

@@ -140,6 +140,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
     for (uint32_t i = d->tid; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;
     if (d->warp < nrows) mk_warp_read(&d->in->wait[0], d->warp, 0, n, s + d->warp * n);
     mk_sync();
+    mk_trace_input(d);
     if (d->warp < nrows) mk_route_row(d, t, s + d->warp * n, x->id[d->warp], x->chosen, out->weight[d->warp]);
     mk_sync();
     if (d->warp == 0) {

@@ -284,6 +284,7 @@ MK_DEV void mk_sample_run(const mk_dev *d)
         if (!(row->flags & (MK_ROW_SAMPLE | MK_ROW_SCORE))) continue;
         const float *l = logits + (size_t)r * s->vocab;
         mk_stats_merge(d, r, s->slices, x);
+        if (!r) mk_trace_input(d);
         const float max = x->max, sum = x->sum;
         const uint32_t best = x->best;
         uint32_t token = row->target;

@@ -63,6 +63,8 @@ MK_DEV void mk_schedule_run(const mk_dev *d)
         ((volatile uint32_t *)d->a->heartbeat)[0] = s->step;
     }
     __syncwarp();
+    mk_trace_publish(d);
+    mk_trace_end(d);
     mk_schedule_next(d->a, d->lane);
 }
 

@@ -6,6 +6,7 @@
 #include "instructions/program.h"
 #include "megakernel/rings.h"
 #include "megakernel/schedule.h"
+#include "megakernel/trace.h"
 
 /* Roles. Compute warps come first; each of the other warps has one job. */
 #define MK_WARPS          16
@@ -81,6 +82,8 @@ typedef struct mk_gpu_args {
     uint64_t state_slot_bytes, kv_page_bytes, timeout_ns;
     uint32_t packets, sweep; /* of the exchange; steps between two sweeps of them */
     uint32_t n_vec, n_start, workers, epoch0, max_pages, local_bytes, static_stages;
+    uint4 *trace;            /* records: megakernel/trace.h */
+    uint32_t n_insn;
     uint32_t hang_worker, hang_seq, hang_step; /* fault injection: this worker stops before that instruction; MK_NONE: nobody */
 } mk_gpu_args;
 
@@ -102,6 +105,13 @@ typedef struct mk_memo {
     uint32_t route_parity;  /* of the expert loader's barriers */
 } mk_memo;
 
+/* What thread 0 has noted of the instruction under way, when its step is traced. */
+typedef struct mk_trace_now {
+    uint64_t start;
+    uint32_t input, weights, publish, bytes;
+    uint32_t first; /* the worker's first record of a step */
+} mk_trace_now;
+
 /* A worker's shared memory. The expert ring, the static ring and the LOCAL vectors follow. */
 typedef struct mk_shared {
     alignas(128) uint8_t staging[MK_STAGING]; /* gathered vectors; scratch of the opcodes that gather none */
@@ -116,6 +126,7 @@ typedef struct mk_shared {
     mk_gpu_args args; /* for functions that are not inlined */
     mk_pairs pairs;
     mk_memo memo[MK_WARPS];
+    mk_trace_now trace;
     uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
     uint64_t full[2][MK_STATIC_MAX], empty[2][MK_STATIC_MAX]; /* by ring */
     uint64_t route_full, route_empty;
@@ -177,6 +188,17 @@ MK_DEV bool mk_mbar_try(uint32_t b, uint32_t parity)
     uint32_t ok;
     asm volatile("{\n\t.reg .pred p;\n\t"
                  "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, p;\n\t}"
+                 : "=r"(ok)
+                 : "r"(b), "r"(parity)
+                 : "memory");
+    return ok != 0;
+}
+MK_DEV bool mk_mbar_test(uint32_t b, uint32_t parity) /* does not wait */
+{
+    uint32_t ok;
+    asm volatile("{\n\t.reg .pred p;\n\t"
+                 "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
                  "selp.u32 %0, 1, 0, p;\n\t}"
                  : "=r"(ok)
                  : "r"(b), "r"(parity)
@@ -253,7 +275,9 @@ typedef struct mk_dev {
     const mk_step *step;
     mk_memo *memo; /* the warp's: read by all lanes, written by lane 0 between two __syncwarp */
     uint32_t worker, tid, warp, lane;
+    uint32_t trace; /* thread 0 of a traced step: mk_step.trace; else 0 */
 } mk_dev;
+#include "megakernel/trace.cuh"
 
 MK_DEV uint8_t *mk_stages(uint32_t ring)
 {
@@ -337,8 +361,10 @@ MK_DEV bool mk_packet_spin(mk_spin *s, const mk_wait *w, uint32_t row, uint32_t 
 MK_DEV void mk_stage_wait(const mk_dev *d, uint32_t bar, uint32_t parity, uint32_t kind)
 {
     mk_spin s = {0, 0};
+    const uint64_t t = mk_trace_wait(d, bar, parity);
     while (!mk_mbar_try(bar, parity))
         if (!(++s.n & 255u) && !(s.since = mk_wait_late(d->in, kind, (const mk_wait *)0, 0, 0, s.since))) return;
+    mk_trace_waited(d, t);
 }
 
 /* Waits for a BULK vector; all compute threads call it, and may then read the vector with loads that bypass L1. */
@@ -352,6 +378,7 @@ MK_DEV void mk_bulk_wait(const mk_dev *d, const mk_wait *w)
             if (!(++s.n & 255u) && !(s.since = mk_wait_late(d->in, MK_FAULT_COUNTER, w, target, found, s.since))) break;
     }
     mk_sync();
+    mk_trace_input(d);
 }
 
 /* One increment of a BULK vector after everything this worker wrote to it; all compute threads call it. */

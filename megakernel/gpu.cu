@@ -300,6 +300,7 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->n_vec = i->n_vec;
     a->workers = i->workers;
     a->packets = (uint32_t)(i->exchange_bytes / 16);
+    a->n_insn = i->n_insn;
     a->sweep = g->cfg.sweep ? g->cfg.sweep : MK_SWEEP_STEPS;
     a->max_pages = g->max_pages;
     a->local_bytes = (uint32_t)i->local_bytes;
@@ -320,6 +321,7 @@ static int allocate(mk_gpu *g, mk_err *err)
              (g->sched = (mk_sched *)device_memory(g, "schedule", sizeof(mk_sched), err)) &&
              (g->st = (mk_sched_slot *)device_memory(g, "schedule", slots * (sizeof(mk_sched_slot) + 4), err)) &&
              (a->step_ring = (uint4 *)device_memory(g, "step ring", steps, err)) &&
+             (a->trace = (uint4 *)device_memory(g, "trace", (uint64_t)mk_trace_limit(i->n_insn) * i->n_insn * sizeof(mk_trace_record), err)) &&
              (a->abort = (uint32_t *)device_memory(g, "abort word", 4, err)) &&
              (a->position = (uint32_t *)device_memory(g, "positions", 4ull * i->workers, err)) &&
              (g->submit = (mk_submit *)pinned_memory(g, "submit ring", sizeof(mk_submit) * MK_SUBMIT_RING, err)) &&
@@ -519,6 +521,12 @@ static int read_device(mk_gpu *g, const void *src, void *dst, uint64_t bytes, mk
 int mk_gpu_read_bulk(mk_gpu *g, uint64_t offset, void *dst, uint64_t bytes, mk_err *err)
 {
     return read_device(g, g->args.bulk + offset, dst, bytes, err);
+}
+
+int mk_gpu_trace(mk_gpu *g, uint32_t k, mk_trace_record *r, mk_err *err)
+{
+    const uint64_t n = g->prog->info.n_insn;
+    return read_device(g, g->args.trace + 2 * n * k, r, n * sizeof *r, err);
 }
 
 int mk_gpu_busy(mk_gpu *g, uint32_t *step)

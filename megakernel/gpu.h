@@ -9,6 +9,7 @@
 #include "instructions/op.h"
 #include "megakernel/rings.h"
 #include "megakernel/snapshot.h"
+#include "megakernel/trace.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -67,6 +68,8 @@ uint32_t mk_gpu_steps(const mk_gpu *g); /* finished since the start */
 int mk_gpu_left(mk_gpu *g);
 /* Copies from the bulk region by copy engine, whatever the kernel is doing. */
 int mk_gpu_read_bulk(mk_gpu *g, uint64_t offset, void *dst, uint64_t bytes, mk_err *err);
+/* Copies the records of traced step k by copy engine: r[instructions of the program]. Whatever is there: mk_trace_is says whether it is the record meant. */
+int mk_gpu_trace(mk_gpu *g, uint32_t k, mk_trace_record *r, mk_err *err);
 /* One line about the wait that ran out: worker, instruction, what it waited for and who should have published it. Returns 0 when there was none. */
 int mk_gpu_fault(const mk_gpu *g, char *text, size_t size);
 

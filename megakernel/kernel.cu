@@ -40,6 +40,7 @@ MK_DEV void mk_matrix_run(const mk_dev *d)
         mk_gathered_product(d, &x, &t, acc);
         mk_red_put(d, 0, acc);
         mk_sync();
+        mk_trace_publish(d);
     }
     if (head)
         mk_lm_head_finish(d, &t);
@@ -68,6 +69,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         uint32_t slot = n % MK_INSN_RING, parity = n / MK_INSN_RING & 1;
         while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), parity)) {}
         d.in = &sh->insn[slot];
+        mk_trace_begin(&d);
         switch (d.in->opcode) {
         case MK_OP_EMBED: mk_embed_run(&d); break;
         case MK_OP_GEMV:
@@ -84,6 +86,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_SCHEDULE: mk_schedule_run(&d); break;
         default: return;
         }
+        mk_trace_end(&d);
         __syncwarp();
         if (d.lane == 0) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
     }
@@ -280,6 +283,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
         sh->leave = 0;
+        sh->trace.first = a.queue[blockIdx.x];
         memset(sh->memo, 0, sizeof sh->memo);
         sh->args = a;
     }

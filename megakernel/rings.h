@@ -18,6 +18,7 @@ enum mk_submit_op {
     MK_SUB_GENERATE = 3, /* arg0 = most tokens to generate; sampling and stop ids are in the slot */
     MK_SUB_CLOSE = 4,    /* forget the slot; answered by one CLOSED event, after which pages and state may be reused */
     MK_SUB_STOP = 5,     /* leave after the current step */
+    MK_SUB_TRACE = 6,    /* trace the next arg0 steps (megakernel/trace.h; 0: none) under the number arg1, 1..65535; names no slot */
 };
 enum { MK_APPEND_LOGPROBS = 1 };
 
@@ -39,6 +40,7 @@ enum mk_event_kind {
     MK_EV_APPENDED = 3, /* the append is through: position = tokens now in the stream; reason */
     MK_EV_DONE = 4,     /* the generation is over: reason, arg = tokens generated, position = tokens now in the stream */
     MK_EV_CLOSED = 5,
+    MK_EV_TRACED = 7,   /* the arg last steps before step number `step` were traced; tag = the trace's number. Names no slot */
     /* From the machine, not from the device; names no slot. The kernel was launched anew and its SCHEDULE knows no stream: whatever was submitted
      * before is gone, and nothing of it is answered any more. Arena (slots, page tables, token logs) and weights are as they were; cache
      * pages and recurrent state must be taken for lost. */
@@ -119,7 +121,7 @@ typedef struct mk_step {
     uint32_t seq;    /* step number since launch, from 0 */
     uint32_t nrows;  /* 1..8; 0: leave */
     uint32_t any_logits;
-    uint32_t pad;
+    uint32_t trace;  /* 0, or number of the trace << 16 | which step of it this is, from 1 */
     mk_row row[MK_MAX_ROWS];
 } mk_step;
 

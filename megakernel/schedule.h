@@ -83,6 +83,7 @@ typedef struct mk_sched {
     uint32_t submit_next, event_next; /* sequence numbers, wrap */
     uint32_t rr;                      /* round-robin start among generating streams */
     uint32_t stop, step;
+    uint32_t trace_tag, trace_steps, trace_at; /* the trace under way: its number, steps in all and so far */
     uint32_t stalled; /* compose could not go on for want of event-ring space */
     mk_step next;
 } mk_sched;
@@ -181,6 +182,10 @@ MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
     mk_sched_slot *t = &s->st[i < s->n_slots ? i : 0];
     if (op == MK_SUB_STOP) {
         s->stop = 1;
+    } else if (op == MK_SUB_TRACE) {
+        s->trace_tag = e->arg1;
+        s->trace_steps = e->arg0;
+        s->trace_at = 0;
     } else if (i >= s->n_slots || (op != MK_SUB_OPEN && (!t->open || t->generation != e->generation))) {
         /* for a stream that is gone */
     } else if (op == MK_SUB_OPEN) {
@@ -257,8 +262,12 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
     mk_step *d = &s->next;
     d->nrows = 0;
     d->any_logits = 0;
-    d->pad = 0;
+    d->trace = 0;
     s->stalled = 0;
+    if (s->trace_steps && s->trace_at == s->trace_steps && mk_sched_event_room(s)) {
+        mk_sched_emit(s, 0, MK_EV_TRACED, 0, 0, 0.0f, 0, s->trace_steps, s->trace_tag, now);
+        s->trace_steps = s->trace_at = 0;
+    }
     for (uint32_t n = 0; n < 64; n++) { /* bounded entries a step */
         if (mk_sched_event_room(s) < per) {
             s->stalled = 1;
@@ -298,6 +307,7 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
         if (t->gen && t->published < mk_sys_load64(&s->slot[i].credits)) end = t->len;
         for (uint32_t p = t->pos; p < end && d->nrows < rows; p++) mk_sched_row(s, d, i);
     }
+    if (d->nrows && s->trace_at < s->trace_steps) d->trace = s->trace_tag << 16 | ++s->trace_at;
     d->seq = s->step;
 }
 
