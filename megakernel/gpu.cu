@@ -22,7 +22,7 @@ struct mk_gpu {
     mk_gpu_config cfg;
     int device;
     mk_gpu_args args;
-    mk_alloc alloc[40];
+    mk_alloc alloc[48];
     int n_alloc;
     cudaStream_t run, copy, watch;
     cudaEvent_t left;
@@ -215,20 +215,20 @@ static void *uploaded(mk_gpu *g, const char *what, const void *src, uint64_t byt
     return NULL;
 }
 
-/* The static tapes as the loaders see them, and the instructions that the expert loaders walk. */
-static int upload_tapes(mk_gpu *g, mk_err *err)
+/* Instructions and queues, the static tapes as the loaders see them, and the instructions that the expert loaders walk. */
+static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, mk_gpu_args *a, mk_err *err)
 {
     const mk_program *p = g->prog;
-    uint32_t W = p->info.workers, n_seg = 0, n_expert = 0;
-    mk_tape_seg *seg = (mk_tape_seg *)calloc(p->info.n_insn + 1, sizeof *seg);
-    uint32_t *expert = (uint32_t *)calloc(p->info.n_insn + 1, 4), *first = (uint32_t *)calloc(2 * (W + 1), 4), *efirst = first + W + 1;
+    uint32_t W = p->info.workers, n_insn = queue[W], n_seg = 0, n_expert = 0;
+    mk_tape_seg *seg = (mk_tape_seg *)calloc(n_insn + 1, sizeof *seg);
+    uint32_t *expert = (uint32_t *)calloc(n_insn + 1, 4), *first = (uint32_t *)calloc(2 * (W + 1), 4), *efirst = first + W + 1;
     if (!seg || !expert || !first) {
         free(seg), free(expert), free(first);
         return mk_fail(err, MK_E_CAPACITY, "out of memory");
     }
     for (uint32_t w = 0; w < W; w++) {
-        for (uint32_t k = p->queue[w]; k < p->queue[w + 1]; k++) {
-            const mk_insn *in = &p->insn[k];
+        for (uint32_t k = queue[w]; k < queue[w + 1]; k++) {
+            const mk_insn *in = &insn[k];
             if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = k;
             if (!in->tape_bytes) continue;
             int lm = in->opcode == MK_OP_LM_HEAD;
@@ -249,12 +249,14 @@ static int upload_tapes(mk_gpu *g, mk_err *err)
         first[w + 1] = n_seg;
         efirst[w + 1] = n_expert;
     }
-    g->args.seg = (mk_tape_seg *)uploaded(g, "tape segments", seg, n_seg * sizeof *seg, err);
-    g->args.expert_insn = (uint32_t *)uploaded(g, "expert instructions", expert, n_expert * 4ull, err);
-    g->args.seg_first = (uint32_t *)uploaded(g, "tape index", first, 8ull * (W + 1), err);
-    g->args.expert_first = g->args.seg_first + W + 1;
+    int ok = (a->insn = (mk_insn *)uploaded(g, "program", insn, (uint64_t)n_insn * sizeof *insn, err)) &&
+             (a->queue = (uint32_t *)uploaded(g, "queues", queue, 4ull * (W + 1), err)) &&
+             (a->seg = (mk_tape_seg *)uploaded(g, "tape segments", seg, n_seg * sizeof *seg, err)) &&
+             (a->expert_insn = (uint32_t *)uploaded(g, "expert instructions", expert, n_expert * 4ull, err)) &&
+             (a->seg_first = (uint32_t *)uploaded(g, "tape index", first, 8ull * (W + 1), err));
+    a->expert_first = a->seg_first + W + 1;
     free(seg), free(expert), free(first);
-    return g->args.seg && g->args.expert_insn && g->args.seg_first ? MK_OK : MK_E_CAPACITY;
+    return ok ? MK_OK : MK_E_CAPACITY;
 }
 
 /* The vectors as the kernel has them: their slice starts packed into one table for shared memory, without those of SAMPLE's statistics, which
@@ -306,9 +308,7 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->local_bytes = (uint32_t)i->local_bytes;
     a->state_slot_bytes = i->state_slot_bytes;
     a->kv_page_bytes = i->kv_page_bytes;
-    int ok = (a->insn = (mk_insn *)uploaded(g, "program", p->insn, (uint64_t)i->n_insn * sizeof(mk_insn), err)) &&
-             (a->queue = (uint32_t *)uploaded(g, "queues", p->queue, 4ull * (i->workers + 1), err)) &&
-             (a->tape = (uint8_t *)device_memory(g, "tapes", i->tape_bytes, err)) &&
+    int ok = (a->tape = (uint8_t *)device_memory(g, "tapes", i->tape_bytes, err)) &&
              (a->expert = (uint8_t *)device_memory(g, "experts", i->expert_bytes, err)) &&
              (a->embed = (uint8_t *)device_memory(g, "embedding", i->embed_bytes, err)) &&
              (a->param = (float *)device_memory(g, "parameters", i->param_floats * 4, err)) &&
@@ -346,7 +346,7 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->hang_seq = g->cfg.hang_seq;
     a->hang_step = g->cfg.hang_step;
     int rc = upload_vectors(g, err);
-    return rc ? rc : upload_tapes(g, err);
+    return rc ? rc : upload_queues(g, p->insn, p->queue, a, err);
 }
 
 int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_err *err)
@@ -409,6 +409,24 @@ void mk_gpu_weights(const mk_gpu *g, mk_memory *device)
     device->param = (float *)g->args.param;
 }
 
+void mk_gpu_memory(const mk_gpu *g, mk_memory *device)
+{
+    const mk_gpu_args *a = &g->args;
+    memset(device, 0, sizeof *device);
+    mk_gpu_weights(g, device);
+    device->exchange = a->exchange;
+    device->bulk = a->bulk;
+    device->counter = a->counter;
+    device->state = a->state;
+    device->kv = a->kv;
+    device->slot = g->slot;
+    device->page = g->pages;
+    device->token = g->token;
+    device->n_slots = g->cfg.slots;
+    device->max_pages = g->max_pages;
+    device->max_context = g->cfg.context;
+}
+
 int mk_gpu_upload_params(mk_gpu *g, const float *values, uint64_t at, uint64_t n, mk_err *err)
 {
     cudaError_t e = cudaMemcpy((float *)g->args.param + at, values, n * sizeof *values, cudaMemcpyHostToDevice);
@@ -467,6 +485,64 @@ int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err)
     g->running = 1;
     a->hang_worker = MK_NONE; /* once */
     return MK_OK;
+}
+
+/* The kernel has left or the time is over. */
+static int wait_left(mk_gpu *g, uint32_t ms)
+{
+    for (uint32_t i = 0; i < 10 * ms; i++) {
+        if (mk_gpu_left(g)) return 1;
+        usleep(100);
+    }
+    return mk_gpu_left(g);
+}
+
+/* The descriptors of `step` and of the step after it, which says "leave". */
+static cudaError_t write_steps(mk_gpu *g, const mk_step *step)
+{
+    uint64_t bytes = (uint64_t)MK_STEP_RING * MK_STEP_PACKETS * 16;
+    uint32_t *q = (uint32_t *)g->bounce;
+    mk_step leave;
+    memset(q, 0, bytes);
+    memset(&leave, 0, sizeof leave);
+    leave.seq = 1;
+    for (uint32_t seq = 0; seq < 2; seq++) {
+        const uint32_t *word = (const uint32_t *)(seq ? &leave : step);
+        for (uint32_t k = 0; k < sizeof *step / 4; k++) q[(seq * MK_STEP_PACKETS + k / 3) * 4 + k % 3] = word[k];
+        for (uint32_t k = 0; k < MK_STEP_PACKETS; k++) q[(seq * MK_STEP_PACKETS + k) * 4 + 3] = seq + 1;
+    }
+    return cudaMemcpy(g->args.step_ring, q, bytes, cudaMemcpyHostToDevice);
+}
+static_assert(2 * MK_STEP_PACKETS * 16 <= MK_BOUNCE && MK_STEP_RING * MK_STEP_PACKETS * 16 <= MK_BOUNCE, "the step ring passes through the bounce buffer");
+
+int mk_gpu_once(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, const mk_step *step, uint32_t epoch0, uint32_t ms, mk_err *err)
+{
+    if (g->running) return mk_fail(err, MK_E_BUG, "one step: the kernel is resident");
+    if (step->seq || !step->nrows) return mk_fail(err, MK_E_BUG, "one step: expected step 0 with rows, found step %u with %u", step->seq, step->nrows);
+    const mk_gpu_args kept = g->args;
+    int first = g->n_alloc, rc = upload_queues(g, insn, queue, &g->args, err);
+    cudaError_t e = cudaSuccess;
+    void *arg[1] = {&g->args};
+    if (!rc) {
+        g->args.epoch0 = epoch0;
+        memset(g->fault, 0, sizeof *g->fault);
+        if ((e = write_steps(g, step)) || (e = cudaMemset(g->args.abort, 0, 4)) || (e = cudaDeviceSynchronize()) ||
+            (e = cudaLaunchKernel(mk_kernel_entry(), dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) ||
+            (e = cudaEventRecord(g->left, g->run)))
+            rc = cuda_fail(err, e, "one step");
+    }
+    if (!rc) {
+        g->running = 1;
+        int left = wait_left(g, ms);
+        char text[512];
+        rc = mk_gpu_abort(g, 1000, err);
+        if (!rc && mk_gpu_fault(g, text, sizeof text)) rc = mk_fail(err, MK_E_DEVICE, "%s", text);
+        if (!rc && !left) rc = mk_fail(err, MK_E_DEVICE, "the kernel did not finish one step within %u ms", ms);
+    }
+    if (!g->running) /* else it may still read them */
+        while (g->n_alloc > first) cudaFree(g->alloc[--g->n_alloc].p);
+    g->args = kept;
+    return rc;
 }
 
 mk_gpu_rings mk_gpu_sched_rings(mk_gpu *g)
@@ -612,16 +688,6 @@ int mk_gpu_fault(const mk_gpu *g, char *text, size_t size)
         snprintf(text, size, "%s", f->kind == MK_FAULT_TAPE ? "weights of the static tape" : f->kind == MK_FAULT_EXPERT ? "weights of an expert" : "the expert loader");
     }
     return 1;
-}
-
-/* The kernel has left or the time is over. */
-static int wait_left(mk_gpu *g, uint32_t ms)
-{
-    for (uint32_t i = 0; i < 10 * ms; i++) {
-        if (mk_gpu_left(g)) return 1;
-        usleep(100);
-    }
-    return mk_gpu_left(g);
 }
 
 int mk_gpu_abort(mk_gpu *g, uint32_t ms, mk_err *err)
