@@ -71,6 +71,7 @@ typedef struct mk_gpu_args {
     uint8_t *exchange, *bulk;
     uint32_t *counter;
     uint8_t *state, *kv;
+    uint8_t *local_image; /* [workers][local_bytes] LOCAL vectors, taken over at the start and given back at the end; NULL: neither */
     const mk_slot *slot;  /* pinned */
     const uint32_t *page; /* the device's copy of the page tables */
     mk_sched *sched;

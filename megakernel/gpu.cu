@@ -40,6 +40,7 @@ struct mk_gpu {
     mk_sched *sched;
     mk_sched_slot *st;
     uint32_t *active, *pages;
+    uint8_t *local; /* image of the LOCAL vectors: mk_gpu_once, else NULL */
     uint32_t max_pages;
 };
 
@@ -419,6 +420,7 @@ void mk_gpu_memory(const mk_gpu *g, mk_memory *device)
     device->counter = a->counter;
     device->state = a->state;
     device->kv = a->kv;
+    device->local = g->local;
     device->slot = g->slot;
     device->page = g->pages;
     device->token = g->token;
@@ -497,7 +499,52 @@ static int wait_left(mk_gpu *g, uint32_t ms)
     return mk_gpu_left(g);
 }
 
-/* The descriptors of `step` and of the step after it, which says "leave". */
+static int local_image(mk_gpu *g, mk_err *err)
+{
+    if (!g->local) g->local = (uint8_t *)device_memory(g, "image of the local vectors", g->prog->info.workers * g->prog->info.local_bytes, err);
+    return g->local ? MK_OK : MK_E_CAPACITY;
+}
+
+static int transfer(mk_gpu *g, const mk_memory *m, uint32_t regions, enum cudaMemcpyKind to, mk_err *err)
+{
+    const mk_program_info *i = &g->prog->info;
+    const mk_gpu_args *a = &g->args;
+    int rc = local_image(g, err);
+    if (rc) return rc;
+    const struct {
+        uint32_t region;
+        void *host, *device;
+        uint64_t bytes;
+    } part[] = {
+        {MK_REGION_EXCHANGE, m->exchange, a->exchange, i->exchange_bytes},
+        {MK_REGION_BULK, m->bulk, a->bulk, i->bulk_bytes},
+        {MK_REGION_COUNTER, m->counter, a->counter, 4ull * i->n_counter},
+        {MK_REGION_LOCAL, m->local, g->local, i->workers * i->local_bytes},
+        {MK_REGION_STATE, m->state, a->state, i->state_slots * i->state_slot_bytes},
+        {MK_REGION_KV, m->kv, a->kv, (uint64_t)i->kv_layers * i->kv_pages * i->kv_page_bytes},
+        {MK_REGION_PAGE, m->page, g->pages, 4ull * g->cfg.slots * g->max_pages},
+        {MK_REGION_PAGE, m->slot, g->slot, g->cfg.slots * sizeof(mk_slot)},
+    };
+    for (const auto &p : part) {
+        if (!(regions & p.region) || !p.bytes) continue;
+        int up = to == cudaMemcpyHostToDevice;
+        cudaError_t e = cudaMemcpy(up ? p.device : p.host, up ? p.host : p.device, p.bytes, cudaMemcpyDefault);
+        if (e) return cuda_fail(err, e, up ? "loading memory" : "storing memory");
+    }
+    return MK_OK;
+}
+
+int mk_gpu_load(mk_gpu *g, const mk_memory *host, uint32_t regions, mk_err *err)
+{
+    return transfer(g, host, regions, cudaMemcpyHostToDevice, err);
+}
+
+int mk_gpu_store(mk_gpu *g, mk_memory *host, uint32_t regions, mk_err *err)
+{
+    return transfer(g, host, regions, cudaMemcpyDeviceToHost, err);
+}
+
+/* The descriptors of `step` and of the step after it, which says "leave". The ring counts from the launch. */
 static cudaError_t write_steps(mk_gpu *g, const mk_step *step)
 {
     uint64_t bytes = (uint64_t)MK_STEP_RING * MK_STEP_PACKETS * 16;
@@ -505,7 +552,7 @@ static cudaError_t write_steps(mk_gpu *g, const mk_step *step)
     mk_step leave;
     memset(q, 0, bytes);
     memset(&leave, 0, sizeof leave);
-    leave.seq = 1;
+    leave.seq = step->seq + 1;
     for (uint32_t seq = 0; seq < 2; seq++) {
         const uint32_t *word = (const uint32_t *)(seq ? &leave : step);
         for (uint32_t k = 0; k < sizeof *step / 4; k++) q[(seq * MK_STEP_PACKETS + k / 3) * 4 + k % 3] = word[k];
@@ -518,13 +565,17 @@ static_assert(2 * MK_STEP_PACKETS * 16 <= MK_BOUNCE && MK_STEP_RING * MK_STEP_PA
 int mk_gpu_once(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, const mk_step *step, uint32_t epoch0, uint32_t ms, mk_err *err)
 {
     if (g->running) return mk_fail(err, MK_E_BUG, "one step: the kernel is resident");
-    if (step->seq || !step->nrows) return mk_fail(err, MK_E_BUG, "one step: expected step 0 with rows, found step %u with %u", step->seq, step->nrows);
+    if (!step->nrows) return mk_fail(err, MK_E_BUG, "one step: no rows");
+    int rc = local_image(g, err);
+    if (rc) return rc;
     const mk_gpu_args kept = g->args;
-    int first = g->n_alloc, rc = upload_queues(g, insn, queue, &g->args, err);
+    int first = g->n_alloc;
+    rc = upload_queues(g, insn, queue, &g->args, err);
     cudaError_t e = cudaSuccess;
     void *arg[1] = {&g->args};
     if (!rc) {
         g->args.epoch0 = epoch0;
+        g->args.local_image = g->local;
         memset(g->fault, 0, sizeof *g->fault);
         if ((e = write_steps(g, step)) || (e = cudaMemset(g->args.abort, 0, 4)) || (e = cudaDeviceSynchronize()) ||
             (e = cudaLaunchKernel(mk_kernel_entry(), dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) ||

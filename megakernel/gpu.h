@@ -53,17 +53,30 @@ int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **g, mk_err
 int mk_gpu_upload(mk_gpu *g, const mk_memory *host, mk_err *err);
 /* Where these four regions are on the device; the other fields of *device are not touched. For kernels that make weights in place. */
 void mk_gpu_weights(const mk_gpu *g, mk_memory *device);
-/* Where every region is: device memory, but for slot and token (pinned). `local` is NULL: that memory is the kernel's. */
+/* Where every region is: device memory, but for slot and token (pinned). `local` is the image that mk_gpu_once works on, NULL before the first load. */
 void mk_gpu_memory(const mk_gpu *g, mk_memory *device);
 /* Copies n floats to the parameter region, from float `at` on. */
 int mk_gpu_upload_params(mk_gpu *g, const float *values, uint64_t at, uint64_t n, mk_err *err);
 /* Resets rings, exchange and schedule and launches the kernel. Publications carry epochs above epoch0: after an earlier run, above all that it used. */
 int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err);
 
-/* Set-up and tests: runs one step of the given instructions (insn[queue[w] .. queue[w + 1]) are worker w's: any of the program's, or others over the
- * same vectors and regions) and returns when the kernel has left. step->seq is 0. Nothing is reset: what they wait for must lie there, packets with
- * mk_epoch(epoch0, 0, pub) and counters with mk_counter_target; LOCAL vectors come from an instruction before in the same queue. No SCHEDULE among them:
- * it would compose a step. MK_E_DEVICE: a wait ran out (who waited for what), or the kernel did not leave within `ms`. */
+/* Set-up and tests, while the kernel is not resident. Copy regions of the program's sizes between a host's memory and the device; PAGE: page tables
+ * [slots][max_pages] and slots. */
+enum {
+    MK_REGION_EXCHANGE = 1,
+    MK_REGION_BULK = 2,
+    MK_REGION_COUNTER = 4,
+    MK_REGION_LOCAL = 8,
+    MK_REGION_STATE = 16,
+    MK_REGION_KV = 32,
+    MK_REGION_PAGE = 64,
+};
+int mk_gpu_load(mk_gpu *g, const mk_memory *host, uint32_t regions, mk_err *err);
+int mk_gpu_store(mk_gpu *g, mk_memory *host, uint32_t regions, mk_err *err);
+/* Runs one step of the given instructions (insn[queue[w] .. queue[w + 1]) are worker w's: any of the program's, or others over the same vectors and
+ * regions) and returns when the kernel has left. Nothing is reset: what they wait for must lie there, packets with mk_epoch(epoch0, step->seq, pub),
+ * counters with mk_counter_target, LOCAL vectors in the image. No SCHEDULE among them: it would compose a step. MK_E_DEVICE: a wait ran out (who waited
+ * for what), or the kernel did not leave within `ms`. */
 int mk_gpu_once(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, const mk_step *step, uint32_t epoch0, uint32_t ms, mk_err *err);
 
 mk_gpu_rings mk_gpu_sched_rings(mk_gpu *g);

@@ -264,6 +264,13 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
 
 /* ---- the kernel ----------------------------------------------------------------------------------------------------- */
 
+/* By the compute warps. */
+MK_DEV void local_copy(uint8_t *dst, const uint8_t *src, uint32_t bytes)
+{
+    for (uint32_t i = threadIdx.x; i < bytes / 4; i += MK_COMPUTE)
+        if (threadIdx.x < MK_COMPUTE) ((uint32_t *)dst)[i] = ((const uint32_t *)src)[i];
+}
+
 __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_constant__ mk_gpu_args a)
 {
     mk_shared *sh = mk_sh();
@@ -289,6 +296,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
     }
     for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 4; i += MK_THREADS) ((uint32_t *)sh->vec)[i] = ((const uint32_t *)a.vec)[i];
     for (uint32_t i = threadIdx.x; i < a.n_start; i += MK_THREADS) sh->start[i] = a.start[i];
+    if (a.local_image) local_copy(mk_local_memory(&a), a.local_image + (size_t)blockIdx.x * a.local_bytes, a.local_bytes);
     __syncthreads();
     if (threadIdx.x < a.n_vec && sh->vec[threadIdx.x].slice_packets) sh->vec[threadIdx.x].reserved = mk_div_by(sh->vec[threadIdx.x].slice_packets).magic;
     __syncthreads();
@@ -296,6 +304,10 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
     if (warp < MK_WARPS) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 112;"); /* 512 x 112 + 128 x 32 = 640 x 96, what the launch gave */
         compute(&a);
+        if (a.local_image) {
+            mk_sync();
+            local_copy(a.local_image + (size_t)blockIdx.x * a.local_bytes, mk_local_memory(&a), a.local_bytes);
+        }
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (warp == MK_WARP_CONTROL) {
