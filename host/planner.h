@@ -5,7 +5,7 @@
 #ifndef MK_PLANNER_H
 #define MK_PLANNER_H
 
-#include "host/model.h"
+#include "host/bytes.h"
 #include "instructions/program.h"
 
 typedef struct mk_plan_config {
@@ -49,10 +49,7 @@ typedef struct mk_plan {
     size_t n_item;
     mk_phase *phase;
     size_t n_phase;
-    /* bytes one token reads at batch one, from models.md section 2's rules: what the model needs, not what the program reads */
-    uint64_t weight_bytes;  /* static matrices, and the chosen experts */
-    uint64_t state_bytes;   /* recurrent state, read and written */
-    uint64_t kv_bytes_per_token_held; /* cache bytes read for each token the stream holds */
+    mk_bytes bytes; /* what the model needs; the phases say what the program reads */
 } mk_plan;
 
 int mk_plan_make(const mk_model *m, const mk_plan_config *cfg, mk_plan **plan, mk_err *err);

@@ -144,7 +144,6 @@ void mk_plan_delta(mk_builder *b, mk_roles *R, uint32_t layer)
     }
     mk_phase_end(b, "delta", layer,
                  items % W ? "heads x value slices do not divide by the workers; a finer cut repeats q, k and decay of the head" : NULL);
-    b->plan->state_bytes += 2ull * d->heads * d->dk * d->dv * 4;
 
     mk_part o = mk_whole(&d->o);
     uint32_t pub = mk_pub(b, R->h);

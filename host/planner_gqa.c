@@ -90,7 +90,6 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
         }
         mk_signal(in, R->gqa_o, o_pub, i);
     }
-    b->plan->kv_bytes_per_token_held += 4ull * a->kv_heads * dim;
 
     mk_gemv_spec u = {.in_vec = R->gqa_o, .in_pub = o_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
     mk_phase_begin(b);

@@ -168,7 +168,6 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     mk_emit_gemv(b, layer, &o, 1, R->h_cut, &u);
     mk_phase_end(b, "o", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
     R->h_pub = pub;
-    b->plan->kv_bytes_per_token_held += 2ull * (a->latent + a->rope);
 done:
     free(uk), free(uv), free(st), free(cut_k), free(cut_v);
 }
@@ -455,40 +454,6 @@ static void head_and_sample(mk_builder *b, mk_roles *R)
     free(st);
 }
 
-/* models.md section 2: what one token needs, whatever the program reads. */
-static void count_weights(mk_builder *b)
-{
-    uint64_t bytes = (uint64_t)b->m->lm_head.n * b->m->lm_head.k * (b->m->lm_head.wtype == MK_W_FP8 ? 1 : 2) + 2ull * b->m->hidden;
-#define MAT(x, times)                                                                                                  \
-    if ((x).source != MK_SRC_NONE) bytes += (uint64_t)(times) * (x).n * (x).k * ((x).wtype == MK_W_FP8 ? 1 : 2)
-    for (uint32_t l = 0; l < b->m->layers; l++) {
-        const mk_layer *L = &b->m->layer[l];
-        if (L->mixer == MK_MIX_DELTA) {
-            const mk_delta_mixer *d = &L->delta;
-            MAT(d->q, 1); MAT(d->k, 1); MAT(d->v, 1); MAT(d->o, 1);
-            MAT(d->f_a, 1); MAT(d->f_b, 1); MAT(d->g_a, 1); MAT(d->g_b, 1); MAT(d->b, 1); MAT(d->z, 1); MAT(d->a, 1);
-        } else if (L->mixer == MK_MIX_GQA) {
-            const mk_gqa_mixer *a = &L->gqa;
-            MAT(a->q, 1); MAT(a->k, 1); MAT(a->v, 1); MAT(a->o, 1);
-        } else {
-            const mk_mla_mixer *a = &L->mla;
-            MAT(a->q, 1); MAT(a->q_a, 1); MAT(a->kv_a, 1); MAT(a->uk, 1); MAT(a->uv, 1); MAT(a->o, 1);
-        }
-        if (L->ffn == MK_FFN_DENSE) {
-            MAT(L->dense.gate, 1); MAT(L->dense.up, 1); MAT(L->dense.down, 1);
-        } else {
-            const mk_moe *m = &L->moe;
-            MAT(m->router, 1);
-            MAT(m->gate, m->topk); MAT(m->up, m->topk); MAT(m->down, m->topk);
-            if (m->shared.inter) {
-                MAT(m->shared.gate, 1); MAT(m->shared.up, 1); MAT(m->shared.down, 1); MAT(m->shared_gate, 1);
-            }
-        }
-    }
-#undef MAT
-    b->plan->weight_bytes = bytes;
-}
-
 void mk_plan_layers(mk_builder *b)
 {
     mk_roles R;
@@ -518,6 +483,6 @@ void mk_plan_layers(mk_builder *b)
             moe_layer(b, &R, l);
     }
     if (!b->failed) head_and_sample(b, &R);
-    count_weights(b);
+    mk_bytes_of(b->m, &b->plan->bytes);
     free(mem);
 }

@@ -186,6 +186,9 @@ int mk_streams_open(mk_streams *s, uint64_t owner, const mk_open *o, uint64_t *s
         return refuse(s, mk_fail(err, MK_E_WIRE, "context of %u tokens asked for, the limit of a stream is %u", context, s->context));
     if (s->stats.slots_used == s->slots)
         return refuse(s, mk_fail(err, MK_E_CAPACITY, "no room for another stream: all %u slots are in use", s->slots));
+    if (o->pin_rows > MK_MAX_ROWS || (o->pin_rows && (uint64_t)o->pin + MK_MAX_ROWS > context))
+        return refuse(s, mk_fail(err, MK_E_WIRE, "pinned at position %u with %u rows a step: expected at most %d rows, and a context of %u tokens", o->pin,
+                                 o->pin_rows, MK_MAX_ROWS, o->pin + MK_MAX_ROWS));
     uint32_t need = (context + MK_PAGE - 1) / MK_PAGE;
     if (need > s->n_free_page)
         return refuse(s, mk_fail(err, MK_E_CAPACITY, "no room for a stream of %u tokens: needs %u pages, %u of %u free", context, need,
@@ -200,6 +203,7 @@ int mk_streams_open(mk_streams *s, uint64_t owner, const mk_open *o, uint64_t *s
 
     mk_slot *slot = mk_engine_slot(s->e, i);
     *slot = (mk_slot){.generation = t->generation, .credits = o->credits, .sampling = o->sampling, .context = context, .state_slot = i};
+    if (o->pin_rows) slot->pin = o->pin + 1, slot->pin_rows = o->pin_rows, slot->pin_vocab = s->vocab;
     uint32_t *page = mk_engine_page_table(s->e, i);
     for (uint32_t k = 0; k < need; k++) page[k] = s->free_page[s->n_free_page - 1 - k];
     rc = submit(s, t, MK_SUB_OPEN, 0, 0, 0, err);

@@ -16,6 +16,7 @@ typedef struct mk_open {
     mk_sampling sampling; /* defaults of its generations */
     uint32_t n_stop, stop[MK_MAX_STOP];
     uint64_t credits;     /* initial window of tokens; ~0: no flow control */
+    uint32_t pin, pin_rows; /* benchmarks (ipc/PROTOCOL.md, OPEN): position of every row, rows of a generating step; pin_rows 0: an ordinary stream */
 } mk_open;
 
 /* All return MK_OK or fill err: MK_E_CAPACITY (no slot, no pages: says how many there are), MK_E_WIRE (unknown stream, wrong owner,

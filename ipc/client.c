@@ -600,6 +600,10 @@ mk_client_stream *mk_client_open(mk_client *c, const mk_client_options *o, int t
         body.min_p = o->min_p;
         body.top_k = o->top_k;
     }
+    if (o->pin_rows) {
+        flags |= MK_OPEN_PIN;
+        body.pin = MK_WIRE_PIN(o->pin, o->pin_rows);
+    }
     call k;
     if (ask(c, &k, MK_WIRE_OPEN, MK_WIRE_OPENED, flags, 0, &body, o->stop, body.n, timeout_ms, err)) {
         free(s);

@@ -49,6 +49,7 @@ typedef struct mk_client_options {
     int own_stop;         /* use these stop ids (possibly none) instead of the model's */
     uint32_t n_stop;
     uint32_t stop[MK_WIRE_MAX_STOP];
+    uint32_t pin, pin_rows; /* benchmarks (PROTOCOL.md, OPEN): position, rows of a step (1..8); pin_rows 0: an ordinary stream */
 } mk_client_options;
 
 /* Opens a stream; o NULL: all defaults. The stream belongs to c. */

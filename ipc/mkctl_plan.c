@@ -122,8 +122,8 @@ int mkctl_plan(int argc, char **argv)
         print_layers(m);
         printf("workers    %u\n", workers);
         print_opcodes(plan->prog);
-        double kv = (double)plan->kv_bytes_per_token_held * context, w = (double)plan->weight_bytes, s = (double)plan->state_bytes;
-        printf("a token    %.1f MB at context %u: weights %.1f, state %.1f (read and written), cache %.1f\n", (w + s + kv) / 1e6, context,
+        double all = mk_bytes_step(&plan->bytes, 1, context), kv = (double)plan->bytes.kv * context, s = (double)plan->bytes.state, w = all - kv - s;
+        printf("a token    %.1f MB at context %u: weights %.1f, state %.1f (read and written), cache %.1f\n", all / 1e6, context,
                w / 1e6, s / 1e6, kv / 1e6);
         uint32_t unexplained = print_phases(plan);
         mkctl_print_validation(plan->prog, &val);

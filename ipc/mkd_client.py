@@ -37,7 +37,7 @@ _TABLE = {
     "HELLO": (1, "newest:H reserved:H n:I", "s"),
     "WELCOME": (2, "vocab:I context:I streams:I max_ids:I beat_ms:I beats:I max_frame:I features:I layers:I bos:I pool_tokens:I n_stop:I "
                    "mixer:8I ffn:4I stop:16I temperature:f top_p:f min_p:f top_k:I reserved:I n:I", "s"),
-    "OPEN": (3, "context:I window:I seed:Q temperature:f top_p:f min_p:f top_k:I reserved:I n:I", "I"),
+    "OPEN": (3, "context:I window:I seed:Q temperature:f top_p:f min_p:f top_k:I pin:I n:I", "I"),
     "OPENED": (4, "context:I window:I", None),
     "APPEND": (5, "reserved:I n:I", "I"),
     "APPENDED": (6, "position:I appended:I reason:I n:I", "f"),

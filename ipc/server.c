@@ -72,6 +72,7 @@ struct mk_server {
     char path[2][sizeof((struct sockaddr_un *)0)->sun_path]; /* of the bound sockets; "" : not bound */
     uint32_t max_clients;
     uint64_t beat_ns, stats_ns;
+    int pin;
     void (*log)(void *arg, enum mk_server_level level, const char *line);
     void *log_arg;
 
@@ -352,7 +353,7 @@ static void on_hello(mk_server *v, client *c, const mk_wire_msg *m)
                          .beat_ms = (uint32_t)(v->beat_ns / 1000000),
                          .beats = MK_WIRE_BEATS,
                          .max_frame = MK_WIRE_MAX_FRAME,
-                         .features = MK_FEATURE_APPEND_LOGPROBS,
+                         .features = MK_FEATURE_APPEND_LOGPROBS | (v->pin ? MK_FEATURE_PIN : 0u),
                          .layers = md->layers,
                          .bos = md->bos,
                          .pool_tokens = mk_engine_pages(v->e) * MK_PAGE,
@@ -419,6 +420,17 @@ static void on_open(mk_server *v, client *c, const mk_wire_msg *m)
         const mk_model *md = mk_engine_model(v->e);
         o.n_stop = md->n_stop < MK_MAX_STOP ? md->n_stop : MK_MAX_STOP;
         memcpy(o.stop, md->stop, o.n_stop * sizeof o.stop[0]);
+    }
+    if (m->h.flags & MK_OPEN_PIN) {
+        if (!v->pin) {
+            answer_err(v, c, m, MK_WIRE_E_UNSUPPORTED, "flag PIN: this daemon was not started with --bench yes");
+            return;
+        }
+        o.pin = MK_WIRE_PIN_POSITION(m->open.pin);
+        o.pin_rows = MK_WIRE_PIN_ROWS(m->open.pin);
+    } else if (m->open.pin) {
+        answer_err(v, c, m, MK_WIRE_E_REFUSED, "pin is not 0 without the flag PIN");
+        return;
     }
     stream *t = calloc(1, sizeof *t);
     if (!t) {
@@ -876,6 +888,7 @@ mk_server *mk_server_new(const mk_server_config *cfg, mk_engine *e, mk_streams *
     if (v->max_clients > MAX_CLIENTS) v->max_clients = MAX_CLIENTS;
     v->beat_ns = (uint64_t)(cfg->beat_ms ? cfg->beat_ms : MK_WIRE_BEAT_MS) * 1000000;
     v->stats_ns = (uint64_t)(cfg->stats_ms ? cfg->stats_ms : 1000) * 1000000;
+    v->pin = cfg->pin;
     v->log = cfg->log;
     v->log_arg = cfg->log_arg;
     v->build = utf8(cfg->build ? cfg->build : "mkd");

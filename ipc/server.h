@@ -16,6 +16,7 @@ typedef struct mk_server_config {
     uint32_t max_clients; /* 0: 1024; at most 65,535 */
     uint32_t beat_ms;     /* liveness interval; 0: 1000. A client with streams that is silent for five of them is dropped */
     uint32_t stats_ms;    /* statistics are published this often; 0: 1000 */
+    int pin;              /* serve OPEN's PIN (benchmarks) */
     void (*log)(void *arg, enum mk_server_level level, const char *line); /* NULL: silent. Called on the server's thread */
     void *log_arg;
 } mk_server_config;

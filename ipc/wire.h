@@ -34,7 +34,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little end
 #define MK_WIRE_TYPES(X)                                                                                                                   \
     X(HELLO, 1, 8, 1, MK_WIRE_MAX_NAME, 0, 0, 1, 2 << 4 | 2)                                                                               \
     X(WELCOME, 2, 184, 1, MK_WIRE_MAX_TEXT, 0, 0, 2, 176 << 4 | 4)                                                                         \
-    X(OPEN, 3, 40, 4, MK_WIRE_MAX_STOP, MK_OPEN_SAMPLING | MK_OPEN_STOP, 0, 1, 32 << 4 | 4)                                                \
+    X(OPEN, 3, 40, 4, MK_WIRE_MAX_STOP, MK_OPEN_SAMPLING | MK_OPEN_STOP | MK_OPEN_PIN, 0, 1, 0)                                            \
     X(OPENED, 4, 8, 0, 0, 0, 1, 2, 0)                                                                                                      \
     X(APPEND, 5, 8, 4, MK_WIRE_MAX_IDS, MK_APPEND_WITH_LOGPROBS, 1, 1, 0 << 4 | 4)                                                         \
     X(APPENDED, 6, 16, 4, MK_WIRE_MAX_IDS, 0, 1, 2, 0)                                                                                     \
@@ -69,6 +69,7 @@ enum mk_wire_type_number {
 enum {
     MK_OPEN_SAMPLING = 1,        /* OPEN carries sampling; without it the model's defaults hold and the fields must be zero */
     MK_OPEN_STOP = 2,            /* OPEN's stop ids replace the model's */
+    MK_OPEN_PIN = 4,             /* benchmarks: every row stands at one position */
     MK_APPEND_WITH_LOGPROBS = 1, /* APPENDED answers with the tokens' log probabilities */
     MK_GENERATE_STOP = 1,        /* GENERATE's stop ids replace the stream's */
 };
@@ -80,6 +81,7 @@ enum {
     MK_FEATURE_ROLLBACK = 4,
     MK_FEATURE_CHECKPOINT = 8,
     MK_FEATURE_VERIFY = 16,
+    MK_FEATURE_PIN = 32, /* mkd --bench yes */
 };
 
 /* ERR.code */
@@ -136,9 +138,12 @@ typedef struct mk_wire_open {
     uint64_t seed;
     float temperature, top_p, min_p;
     uint32_t top_k;
-    uint32_t reserved;
-    uint32_t n; /* stop ids, u32 each */
+    uint32_t pin; /* MK_OPEN_PIN: position (bits 0..27), rows of a generating step less one (bits 28..30); else 0 */
+    uint32_t n;   /* stop ids, u32 each */
 } mk_wire_open;
+#define MK_WIRE_PIN(position, rows)  ((uint32_t)(position) | ((uint32_t)(rows)-1) << 28)
+#define MK_WIRE_PIN_POSITION(pin)    ((pin) & 0x0fffffffu)
+#define MK_WIRE_PIN_ROWS(pin)        (((pin) >> 28) + 1)
 
 typedef struct mk_wire_opened {
     uint32_t context, window; /* granted */
@@ -253,7 +258,7 @@ MK_IS(mk_wire_open, 40);
 MK_AT(mk_wire_open, seed, 8);
 MK_AT(mk_wire_open, temperature, 16);
 MK_AT(mk_wire_open, top_k, 28);
-MK_AT(mk_wire_open, reserved, 32);
+MK_AT(mk_wire_open, pin, 32);
 MK_AT(mk_wire_open, n, 36);
 MK_IS(mk_wire_opened, 8);
 MK_IS(mk_wire_append, 8);

@@ -93,7 +93,9 @@ typedef struct mk_slot {
     uint32_t stop[MK_MAX_STOP];
     uint32_t context;     /* tokens this stream may hold (pages are reserved for them) */
     uint32_t state_slot;  /* in the state pool */
-    uint32_t pad[3];
+    uint32_t pin;         /* benchmarks: the stream's rows stand at position pin - 1 and the ones behind it, whatever their tokens' number; 0: off */
+    uint32_t pin_rows;    /* rows of each of its generating steps, 1..8; their ids are random (sampling.seed), the last one's choice is published */
+    uint32_t pin_vocab;   /* those ids lie below it */
 } mk_slot;
 static_assert(sizeof(mk_slot) == 136, "slot layout");
 
@@ -102,6 +104,7 @@ enum {
     MK_ROW_SAMPLE = 2,  /* choose the next token from them */
     MK_ROW_SCORE = 4,   /* report the logprob of `target` */
     MK_ROW_FIRST = 8,   /* first token of the stream: state reads as zero */
+    MK_ROW_EXTRA = 16,  /* of a pinned stream: what it yields is dropped */
 };
 
 /* One row of a step. */

@@ -66,6 +66,8 @@ typedef struct mk_sched_slot {
     mk_append_mark append[MK_MAX_APPENDS];
     uint32_t gen, gen_tag, left, produced; /* the running generation */
     uint64_t published;                    /* tokens of all generations, against slot.credits */
+    uint32_t pin, pin_rows, pin_vocab, pin_count; /* mk_slot's, as of OPEN; rows with random ids so far */
+    uint64_t pin_seed;
 } mk_sched_slot;
 
 typedef struct mk_sched {
@@ -149,7 +151,8 @@ MK_SCHED_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_
     for (uint32_t r = 0; r < step->nrows; r++) {
         const mk_row *row = &step->row[r];
         mk_sched_slot *t = &s->st[row->slot];
-        t->pos = row->pos + 1;
+        if (row->flags & MK_ROW_EXTRA) continue;
+        t->pos++; /* = row->pos + 1, if the stream is not pinned */
         if (row->flags & MK_ROW_SCORE)
             mk_sched_emit(s, row->slot, MK_EV_LOGPROB, row->pos + 1, row->target, logprob[r], 0, 0, t->append[0].tag, now);
         if (t->n_append) mk_sched_appended(s, row->slot, 0, now);
@@ -195,6 +198,11 @@ MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
         t->pos = t->len = t->last = t->n_append = t->gen = t->produced = t->left = 0;
         t->last_pos = 0xffffffffu;
         t->published = 0;
+        t->pin = s->slot[i].pin;
+        t->pin_rows = s->slot[i].pin_rows;
+        t->pin_vocab = s->slot[i].pin_vocab;
+        t->pin_seed = s->slot[i].sampling.seed;
+        t->pin_count = 0;
     } else if (op == MK_SUB_APPEND) {
         if (t->n_append == MK_MAX_APPENDS) return 0;
         mk_append_mark *m = &t->append[t->n_append++];
@@ -227,15 +235,35 @@ MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
     return 1;
 }
 
+/* Turns the row that was just added for a pinned stream's newest token into rows at its position, with random ids. */
+MK_SCHED_FN void mk_sched_pinned(mk_sched *s, mk_step *d)
+{
+    mk_row first = d->row[d->nrows - 1];
+    mk_sched_slot *t = &s->st[first.slot];
+    d->nrows--;
+    for (uint32_t k = 0; k < t->pin_rows; k++) {
+        mk_row *row = &d->row[d->nrows++];
+        uint64_t x = t->pin_seed + ++t->pin_count * 0x9e3779b97f4a7c15ull; /* splitmix64 */
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+        x ^= x >> 31;
+        *row = first;
+        row->pos = t->pin - 1 + k;
+        row->token = (uint32_t)(((x >> 32) * t->pin_vocab) >> 32);
+        if (k + 1 < t->pin_rows) row->flags |= MK_ROW_EXTRA;
+    }
+}
+
 /* Adds the row for position `pos` of slot i. */
 MK_SCHED_FN void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
 {
     mk_sched_slot *t = &s->st[i];
     mk_row *row = &d->row[d->nrows];
-    uint32_t pos = t->pos;
-    for (uint32_t k = 0; k < d->nrows; k++) pos += d->row[k].slot == i;
+    uint32_t pos = t->pos, ahead = 0;
+    for (uint32_t k = 0; k < d->nrows; k++) ahead += d->row[k].slot == i;
+    pos += ahead;
     row->slot = i;
-    row->pos = pos;
+    row->pos = t->pin ? t->pin - 1 + ahead : pos;
     row->token = pos == t->last_pos ? t->last : s->token[(uint64_t)i * s->max_context + pos];
     row->flags = pos == 0 ? MK_ROW_FIRST : 0;
     row->state_read = row->state_write = s->slot[i].state_slot;
@@ -294,7 +322,9 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
         uint32_t a = (first + k) % s->n_active, i = s->active[a];
         mk_sched_slot *t = &s->st[i];
         if (!t->gen || t->pos + 1 != t->len || t->published >= mk_sys_load64(&s->slot[i].credits)) continue;
+        if (t->pin && d->nrows + t->pin_rows > rows) continue;
         mk_sched_row(s, d, i);
+        if (t->pin) mk_sched_pinned(s, d);
         last = a + 1;
     }
     if (d->nrows == MK_MAX_ROWS) s->rr = last;

@@ -49,7 +49,7 @@ static void plan(const planned *p)
     assert_true(delta == p->delta && gqa == p->gqa && moe == p->moe);
     if (mk_model_resolve(m, NULL, p->mode, &err) || mk_plan_make(m, &c, &plan, &err) || mk_validate(plan->prog, &v, &err))
         fail_msg("%s: %s", p->name, err.msg);
-    double worst = 0, bytes = (double)plan->weight_bytes + (double)plan->state_bytes + 2048.0 * (double)plan->kv_bytes_per_token_held;
+    double worst = 0, bytes = mk_bytes_step(&plan->bytes, 1, 2048);
     for (size_t i = 0; i < plan->n_phase; i++) {
         const mk_phase *f = &plan->phase[i];
         double x = mk_phase_excess(f, 132);
@@ -87,6 +87,43 @@ static void published(void **state)
         {"kimi-k2-instruct", MK_WEIGHTS_AUTO, 0, 0, 0, 60},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) plan(&all[i]);
+}
+
+/* models.md section 2, column by column. */
+static void bytes_of_a_token(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *name;
+        double weights, state, kv_2k, kv_32k, total; /* GB, MB, MB, MB, GB */
+    } all[] = {
+        {"qwen3-coder-next-fp8", 3.93, 156, 50, 805, 4.13},    {"qwen3.6-35b-a3b-fp8", 3.48, 130, 42, 671, 3.65},
+        {"qwen3.5-122b-a10b-fp8", 9.82, 309, 50, 805, 10.18},  {"qwen3.5-397b-a17b-fp8", 17.50, 386, 63, 1007, 17.94},
+        {"qwen3.5-27b-fp8", 26.92, 310, 134, 2147, 27.36},     {"qwen3.5-9b", 8.96, 104, 67, 1074, 9.13},
+        {"qwen3.5-4b", 4.84, 104, 67, 1074, 5.02},             {"qwen3.5-0.8b", 1.01, 40, 25, 403, 1.07},
+        {"kimi-linear-48b-a3b", 3.50, 88, 17, 264, 3.60},      {"glm-4.7-flash", 3.90, 0, 111, 1774, 4.01},
+        {"moonlight-16b-a3b", 2.92, 0, 64, 1019, 2.98},        {"deepseek-v3", 37.66, 0, 144, 2303, 37.80},
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        char path[256];
+        mk_err err = {0};
+        mk_bytes b;
+        snprintf(path, sizeof path, CONFIGS "%s/config.json", all[i].name);
+        mk_model *m = read_ok(path);
+        assert_int_equal(mk_model_resolve(m, NULL, MK_WEIGHTS_FP8, &err), MK_OK);
+        mk_bytes_of(m, &b);
+        const double got[] = {(double)(b.weights + b.experts) / 1e9, (double)b.state / 1e6, (double)b.kv * 2048 / 1e6, (double)b.kv * 32768 / 1e6,
+                              mk_bytes_step(&b, 1, 2048) / 1e9};
+        const double want[] = {all[i].weights, all[i].state, all[i].kv_2k, all[i].kv_32k, all[i].total};
+        for (int k = 0; k < 5; k++) /* the table has two or three digits */
+            if (fabs(got[k] - want[k]) > (k % 4 ? 1.02 : 0.0151)) fail_msg("%s: column %d is %.4f, models.md says %g", all[i].name, k, got[k], want[k]);
+        if (b.topk) { /* more rows choose more experts, at most all of them */
+            double one = mk_bytes_step(&b, 1, 0), two = mk_bytes_step(&b, 2, 0), both = one + (double)b.experts, many = mk_bytes_step(&b, 10000, 0);
+            assert_true(two > one && fabs(both - two - (double)b.experts * b.topk / b.n_experts) < 1e-6 * two);
+            assert_true(fabs(many - one - (double)b.experts * ((double)b.n_experts / b.topk - 1)) < 1e-6 * many);
+        }
+        mk_model_destroy(&m);
+    }
 }
 
 static void llama_dimensions(void **state)
@@ -193,7 +230,7 @@ static void refused(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(published),
+        cmocka_unit_test(published), cmocka_unit_test(bytes_of_a_token),
         cmocka_unit_test(llama_dimensions),
         cmocka_unit_test(qwen_dimensions),
         cmocka_unit_test(refused),

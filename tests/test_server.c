@@ -102,6 +102,31 @@ static void test_open_options(void **state)
     rig_stop(r);
 }
 
+/* PIN is served by daemons that were started for it, and by no other. */
+static void test_open_pinned(void **state)
+{
+    (void)state;
+    for (int pin = 0; pin < 2; pin++) {
+        fake_pin = pin;
+        rig *r = rig_start(0);
+        raw *c = raw_new(r);
+        raw_hello(c);
+        assert_int_equal(c->m.welcome.features & MK_FEATURE_PIN, pin ? MK_FEATURE_PIN : 0);
+        raw_send(c, MK_WIRE_OPEN, 0, 0, 1, &(mk_wire_open){.pin = MK_WIRE_PIN(100, 2)}, NULL);
+        raw_expect(c, MK_WIRE_ERR);
+        assert_int_equal(c->m.err.code, MK_WIRE_E_REFUSED);
+        raw_send(c, MK_WIRE_OPEN, MK_OPEN_PIN, 0, 2, &(mk_wire_open){.pin = MK_WIRE_PIN(100, 2), .seed = 3}, NULL);
+        raw_expect(c, pin ? MK_WIRE_OPENED : MK_WIRE_ERR);
+        if (pin)
+            assert_true(r->s->s[0].open.pin == 100 && r->s->s[0].open.pin_rows == 2 && r->s->s[0].open.sampling.seed == 3);
+        else
+            assert_int_equal(c->m.err.code, MK_WIRE_E_UNSUPPORTED);
+        raw_free(c);
+        rig_stop(r);
+    }
+    fake_pin = 0;
+}
+
 static void test_append_logprobs(void **state)
 {
     (void)state;
@@ -649,7 +674,7 @@ static void test_stale_socket(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_session),       cmocka_unit_test(test_open_options),    cmocka_unit_test(test_append_logprobs),
+        cmocka_unit_test(test_session),       cmocka_unit_test(test_open_options),    cmocka_unit_test(test_open_pinned), cmocka_unit_test(test_append_logprobs),
         cmocka_unit_test(test_bad_frames),    cmocka_unit_test(test_refused_requests), cmocka_unit_test(test_fuzz),
         cmocka_unit_test(test_liveness),      cmocka_unit_test(test_client_vanishes), cmocka_unit_test(test_credits),
         cmocka_unit_test(test_never_reads),   cmocka_unit_test(test_batches),       cmocka_unit_test(test_drain),           cmocka_unit_test(test_drain_limit_and_abort),

@@ -806,6 +806,69 @@ static void test_fuzz(void **state)
     rig_free(&g);
 }
 
+/* A pinned stream: every step the same positions, fresh ids, one token published; beside it an ordinary stream goes on as ever. */
+static void test_pinned(void **state)
+{
+    (void)state;
+    rig g = rig_new(2, 256, 8);
+    static mk_report r[512];
+    mk_open o = plain(256);
+    o.pin = 249, o.pin_rows = 3;
+    uint64_t id = 0, other = 0;
+    assert_int_equal(mk_streams_open(g.s, 1, &o, &id, &g.err), MK_E_WIRE); /* up to eight prompt rows stand there */
+    assert_msg(&g, "pinned at position 249");
+    o.pin = 248, o.pin_rows = 9;
+    assert_int_equal(mk_streams_open(g.s, 1, &o, &id, &g.err), MK_E_WIRE);
+    o.pin_rows = 3, o.sampling.seed = 5;
+    assert_int_equal(mk_streams_open(g.s, 1, &o, &id, &g.err), MK_OK);
+    const mk_step *d = &g.e->sched.next;
+    assert_int_equal(append(&g, 1, id, 11, 1), MK_OK);
+    for (uint32_t k = 0; k < 2; k++) { /* the last token waits for GENERATE */
+        assert_int_equal(fake_run(g.e), k ? 2 : 8);
+        for (uint32_t i = 0; i < d->nrows; i++) {
+            assert_true(d->row[i].pos == 248 + i && d->row[i].token == 8 * k + i && !(d->row[i].flags & MK_ROW_LOGITS));
+            assert_int_equal(d->row[i].flags & MK_ROW_FIRST, k + i ? 0 : MK_ROW_FIRST);
+        }
+    }
+    assert_int_equal(fake_run(g.e), 0);
+    assert_int_equal(mk_streams_poll(g.s, r, 64), 1);
+    assert_true(r[0].ev.kind == MK_EV_APPENDED && r[0].ev.position == 11);
+    assert_int_equal(generate(&g, 1, id, 20, 2), MK_OK);
+    uint32_t seen[60], n = 0;
+    for (uint32_t k = 0; k < 20; k++) {
+        assert_int_equal(fake_run(g.e), 3);
+        for (uint32_t i = 0; i < 3; i++) {
+            assert_int_equal(d->row[i].pos, 248 + i);
+            assert_int_equal(d->row[i].flags, MK_ROW_LOGITS | MK_ROW_SAMPLE | (i < 2 ? MK_ROW_EXTRA : 0));
+            seen[n++] = d->row[i].token;
+        }
+    }
+    uint32_t same = 0;
+    for (uint32_t i = 0; i < 60; i++)
+        for (uint32_t k = 0; k < i; k++) same += seen[i] == seen[k];
+    assert_true(same < 10); /* 1,770 pairs of 1,000 ids: two expected */
+    assert_int_equal(fake_run(g.e), 0);
+    assert_int_equal(mk_streams_poll(g.s, r, 64), 21);
+    for (uint32_t i = 0; i < 20; i++) assert_true(r[i].ev.kind == MK_EV_TOKEN && r[i].ev.position == 11 + i);
+    assert_true(r[20].ev.kind == MK_EV_DONE && r[20].ev.reason == MK_DONE_LENGTH && r[20].ev.position == 31);
+
+    other = open_ok(&g, 2, 64);
+    assert_int_equal(append(&g, 2, other, 4, 3), MK_OK);
+    assert_int_equal(generate(&g, 2, other, 10, 4), MK_OK);
+    assert_int_equal(generate(&g, 1, id, 1000, 5), MK_OK);
+    n = settle(&g, r, 512);
+    uint32_t tokens = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        if (r[i].owner == 2 && r[i].ev.kind == MK_EV_TOKEN) {
+            assert_true(r[i].ev.position == 4 + tokens && r[i].ev.token == fake_token(4 + tokens, VOCAB));
+            tokens++;
+        }
+        if (r[i].owner == 1 && r[i].ev.kind == MK_EV_DONE) assert_true(r[i].ev.reason == MK_DONE_CONTEXT && r[i].ev.position == 256);
+    }
+    assert_int_equal(tokens, 10);
+    rig_free(&g);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -819,7 +882,7 @@ int main(void)
         cmocka_unit_test(test_cancel_all),            cmocka_unit_test(test_restart_generation),
         cmocka_unit_test(test_restart_appends),       cmocka_unit_test(test_restart_others),
         cmocka_unit_test(test_restart_cancel_credits), cmocka_unit_test(test_restart_tight),
-        cmocka_unit_test(test_fuzz),
+        cmocka_unit_test(test_pinned),                cmocka_unit_test(test_fuzz),
     };
     return cmocka_run_group_tests_name("streams", tests, NULL, NULL);
 }
