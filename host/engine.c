@@ -15,6 +15,8 @@ struct mk_engine {
     mk_plan *plan;
     mk_machine *machine;
     uint32_t slots, context, pages;
+    enum mk_trace_state trace;
+    uint32_t trace_tag, trace_first;
 };
 
 /* Bytes the machine has free, with a tenth left for everybody else. */
@@ -130,4 +132,50 @@ uint32_t *mk_engine_tokens(mk_engine *e, uint32_t slot) { return e->machine->tok
 
 int mk_engine_submit(mk_engine *e, const mk_submit *s, mk_err *err) { return e->machine->ops->submit(e->machine, s, err); }
 void mk_engine_doorbell(mk_engine *e) { e->machine->ops->doorbell(e->machine); }
-uint32_t mk_engine_events(mk_engine *e, mk_event *ev, uint32_t n) { return e->machine->ops->events(e->machine, ev, n); }
+uint32_t mk_engine_events(mk_engine *e, mk_event *ev, uint32_t n)
+{
+    uint32_t got = e->machine->ops->events(e->machine, ev, n);
+    for (uint32_t i = 0; i < got && e->trace == MK_TRACE_WAITING; i++) {
+        if (ev[i].kind == MK_EV_RESTARTED) e->trace = MK_TRACE_LOST;
+        if (ev[i].kind != MK_EV_TRACED || ev[i].tag != e->trace_tag) continue;
+        e->trace = MK_TRACE_RECORDED;
+        e->trace_first = ev[i].step - ev[i].arg;
+    }
+    return got;
+}
+
+/* ---- trace ---------------------------------------------------------------------------------------------------------- */
+
+int mk_engine_trace(mk_engine *e, uint32_t steps, mk_err *err)
+{
+    uint32_t limit = mk_trace_limit(e->plan->prog->info.n_insn);
+    if (steps < 1 || steps > limit) return mk_fail(err, MK_E_USAGE, "steps: expected 1 to %u for this model, found %u", limit, steps);
+    if (e->trace != MK_TRACE_NONE) return mk_fail(err, MK_E_CAPACITY, "a trace is under way");
+    uint32_t tag = e->trace_tag % 0xffffu + 1;
+    int rc = mk_engine_submit(e, &(mk_submit){.op = MK_SUB_TRACE, .arg0 = steps, .arg1 = tag}, err);
+    if (rc) return rc;
+    e->trace_tag = tag;
+    e->trace = MK_TRACE_WAITING;
+    return MK_OK;
+}
+
+void mk_engine_trace_end(mk_engine *e)
+{
+    /* A full submit ring: the steps are recorded for nobody, and the next trace takes over. */
+    if (e->trace == MK_TRACE_WAITING) mk_engine_submit(e, &(mk_submit){.op = MK_SUB_TRACE}, NULL);
+    e->trace = MK_TRACE_NONE;
+}
+
+enum mk_trace_state mk_engine_trace_state(const mk_engine *e, uint32_t *first_step)
+{
+    *first_step = e->trace_first;
+    return e->trace;
+}
+
+int mk_engine_trace_read(mk_engine *e, uint32_t k, mk_trace_record *r, uint32_t *missing, mk_err *err)
+{
+    int rc = e->machine->ops->trace(e->machine, k, r, err);
+    *missing = 0;
+    for (uint32_t i = 0; i < e->plan->prog->info.n_insn && !rc; i++) *missing += !mk_trace_is(&r[i], e->trace_tag, k);
+    return rc;
+}

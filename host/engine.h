@@ -6,6 +6,7 @@
 #include "host/err.h"
 #include "host/model.h"
 #include "megakernel/rings.h"
+#include "megakernel/trace.h"
 
 typedef struct mk_engine mk_engine;
 
@@ -50,5 +51,15 @@ void mk_engine_doorbell(mk_engine *e);
 /* Takes up to n events out of the token ring, in order. event_fd becomes readable when there are some (level: read it, then drain). */
 uint32_t mk_engine_events(mk_engine *e, mk_event *ev, uint32_t n);
 int mk_engine_event_fd(const mk_engine *e);
+
+/* Has the next `steps` steps traced (megakernel/trace.h). MK_E_USAGE: steps out of range; MK_E_CAPACITY: a trace is under way, or the submit
+ * ring is full. */
+int mk_engine_trace(mk_engine *e, uint32_t steps, mk_err *err);
+void mk_engine_trace_end(mk_engine *e); /* forgets it, recorded or not */
+enum mk_trace_state { MK_TRACE_NONE = 0, MK_TRACE_WAITING, MK_TRACE_RECORDED, MK_TRACE_LOST /* the kernel was launched anew */ };
+enum mk_trace_state mk_engine_trace_state(const mk_engine *e, uint32_t *first_step);
+/* Once recorded: the records of its step k, in the order of the program's instructions; *missing: how many are not there (the last ones are
+ * written after the step's tokens are out: ask again). */
+int mk_engine_trace_read(mk_engine *e, uint32_t k, mk_trace_record *r, uint32_t *missing, mk_err *err);
 
 #endif

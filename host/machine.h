@@ -6,6 +6,7 @@
 #include "host/checkpoint.h"
 #include "host/planner.h"
 #include "megakernel/rings.h"
+#include "megakernel/trace.h"
 
 typedef struct mk_machine mk_machine;
 
@@ -15,6 +16,7 @@ typedef struct mk_machine_ops {
     uint32_t (*events)(mk_machine *m, mk_event *ev, uint32_t n); /* after MK_EV_RESTARTED, which is then the last: everything submitted before is void */
     void (*doorbell)(mk_machine *m); /* cancel or credits changed, or events were taken */
     uint64_t (*steps)(const mk_machine *m);
+    int (*trace)(mk_machine *m, uint32_t k, mk_trace_record *r, mk_err *err); /* the records of traced step k: r[instructions] */
     void (*destroy)(mk_machine *m); /* stops after the current step */
 } mk_machine_ops;
 

@@ -205,6 +205,8 @@ static uint32_t gpu_events(mk_machine *m, mk_event *ev, uint32_t n)
 static void gpu_doorbell(mk_machine *m) { (void)m; } /* the device polls */
 static uint64_t gpu_steps(const mk_machine *m) { return mk_gpu_steps(((const gpu_machine *)m)->gpu); }
 
+static int gpu_trace(mk_machine *m, uint32_t k, mk_trace_record *r, mk_err *err) { return mk_gpu_trace(of(m)->gpu, k, r, err); }
+
 static void gpu_destroy(mk_machine *m)
 {
     gpu_machine *g = of(m);
@@ -305,7 +307,7 @@ static void inject(mk_gpu_config *gc)
 
 int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **out, mk_err *err)
 {
-    static const mk_machine_ops ops = {gpu_start, gpu_submit, gpu_events, gpu_doorbell, gpu_steps, gpu_destroy};
+    static const mk_machine_ops ops = {gpu_start, gpu_submit, gpu_events, gpu_doorbell, gpu_steps, gpu_trace, gpu_destroy};
     gpu_machine *g = calloc(1, sizeof *g);
     *out = NULL;
     if (!g) return mk_fail(err, MK_E_CAPACITY, "out of memory");

@@ -19,6 +19,7 @@ typedef struct twin_machine {
     int doorbell_fd;
     pthread_t thread;
     int running;
+    uint32_t instructions;
     uint64_t steps; /* written by the thread */
 } twin_machine;
 
@@ -102,6 +103,18 @@ static uint32_t twin_events(mk_machine *m, mk_event *ev, uint32_t n)
 static void twin_doorbell(mk_machine *m) { mk_ring_fd(of(m)->doorbell_fd); }
 static uint64_t twin_steps(const mk_machine *m) { return __atomic_load_n(&((const twin_machine *)m)->steps, __ATOMIC_RELAXED); }
 
+static int twin_trace(mk_machine *m, uint32_t k, mk_trace_record *r, mk_err *err)
+{
+    const mk_trace_record *from = mk_twin_trace(of(m)->twin, k);
+    (void)err;
+    for (uint32_t i = 0; i < of(m)->instructions; i++) {
+        uint32_t mark = __atomic_load_n(&from[i].mark, __ATOMIC_ACQUIRE); /* written last */
+        r[i] = from[i];
+        r[i].mark = mark;
+    }
+    return MK_OK;
+}
+
 static void twin_destroy(mk_machine *m)
 {
     twin_machine *t = of(m);
@@ -125,12 +138,13 @@ static void twin_destroy(mk_machine *m)
 
 int mk_machine_twin(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **out, mk_err *err)
 {
-    static const mk_machine_ops ops = {twin_start, twin_submit, twin_events, twin_doorbell, twin_steps, twin_destroy};
+    static const mk_machine_ops ops = {twin_start, twin_submit, twin_events, twin_doorbell, twin_steps, twin_trace, twin_destroy};
     twin_machine *t = calloc(1, sizeof *t);
     *out = NULL;
     if (!t) return mk_fail(err, MK_E_CAPACITY, "out of memory");
     mk_machine *m = &t->m;
     m->ops = &ops;
+    t->instructions = plan->prog->info.n_insn;
     t->doorbell_fd = eventfd(0, EFD_CLOEXEC);
     m->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     int rc = t->doorbell_fd < 0 || m->event_fd < 0 ? mk_fail(err, MK_E_SYSTEM, "eventfd: %s", strerror(errno)) : MK_OK;

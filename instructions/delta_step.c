@@ -113,5 +113,6 @@ void mk_delta_step_twin(mk_ctx *c)
         state_step(old, state, dk, dv, a, k, ka, qa, qk, mk_sigmoidf(b), in + 2 * dk, o);
         float sum = gate_output(o, param + 1 + decays, z, dv, d->gate);
         mk_publish(c, r, c->in->signal_slice, o, sum);
+        c->bytes += (uint64_t)dk * dv * sizeof *state;
     }
 }

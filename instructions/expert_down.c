@@ -47,6 +47,7 @@ void mk_expert_down_twin(mk_ctx *c)
                         .phase = e->phase,
                         .scale_k = MK_SCALE_ROWS};
         mk_matvec(&s, xr, m, yr);
+        c->bytes += mk_weight_bytes(&s);
         for (uint32_t q = 0; q < m; q++) {
             float w = routes->weight[row[q]][routes->rank[row[q]][j]], *a = acc + (size_t)row[q] * n;
             for (uint32_t i = 0; i < n; i++) a[i] += w * yr[q][i];

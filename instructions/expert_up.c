@@ -40,6 +40,7 @@ void mk_expert_up_twin(mk_ctx *c)
                             .phase = row0 % MK_SCALE_ROWS,
                             .scale_k = MK_SCALE_ROWS};
             mk_matvec(&s, xr, m, yr);
+            c->bytes += mk_weight_bytes(&s);
             for (uint32_t q = 0; q < m; q++) {
                 float *v = yr[q];
                 for (uint32_t i = 0; i < n; i++) v[i] = mk_siluf(v[i]) * v[n + i];

@@ -35,6 +35,7 @@ void mk_gemv_twin(mk_ctx *c)
                     .phase = g->phase,
                     .scale_k = g->scale_k};
     mk_matvec(&s, xr, nrows, yr);
+    c->bytes += mk_weight_bytes(&s);
 
     for (uint32_t r = 0; r < nrows; r++) {
         float *v = yr[r];

@@ -86,6 +86,7 @@ void mk_gqa_partial_twin(mk_ctx *c)
                 }
                 have_q = 1;
                 uint32_t first = s * per, tokens = row->pos + 1 - first < per ? row->pos + 1 - first : per;
+                c->bytes += (uint64_t)tokens * dim * 2 * (mk_act_f32(c) ? 4 : 2);
                 for (uint32_t t = 0; t < tokens; t += TILE) {
                     uint32_t n = tokens - t < TILE ? tokens - t : TILE;
                     const float *k = cache_tile(c, g, row->slot, kv, 0, first + t, n, tile);

@@ -46,6 +46,7 @@ void mk_lm_head_twin(mk_ctx *c)
                         .phase = l->phase,
                         .scale_k = MK_SCALE_ROWS};
         mk_matvec(&s, xr, m, yr);
+        c->bytes += mk_weight_bytes(&s);
     }
     for (uint32_t r = 0; r < nrows; r++) {
         float stats[4] = {-INFINITY, 0, 0, 0};

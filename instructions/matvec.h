@@ -14,6 +14,12 @@ typedef struct mk_segment {
     uint32_t scale_k;
 } mk_segment;
 
+static inline uint64_t mk_weight_bytes(const mk_segment *s) /* without scales */
+{
+    uint32_t v = mk_kblock_values(s->wtype);
+    return (uint64_t)((s->k + v - 1) / v) * s->rows * MK_KBLOCK_BYTES;
+}
+
 /* Floats a staged row of k values occupies: k rounded up to whole K blocks, the rest zero. */
 static inline uint32_t mk_staged_stride(uint32_t k)
 {

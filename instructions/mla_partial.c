@@ -126,6 +126,7 @@ void mk_mla_partial_twin(mk_ctx *c)
                     have_q = 1;
                 }
                 uint32_t first = s * per, tokens = row->pos + 1 - first < per ? row->pos + 1 - first : per;
+                c->bytes += (uint64_t)tokens * n * (mk_act_f32(c) ? 4 : 2);
                 for (uint32_t t = 0; t < tokens; t += TILE) {
                     uint32_t k = tokens - t < TILE ? tokens - t : TILE;
                     scores(q, heads, cache_tile(c, m, row->slot, first + t, k, tile), k, n, m->scale, p + t, per);

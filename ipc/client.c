@@ -32,6 +32,7 @@ typedef struct call {
     mk_err err; /* code MK_OK: answered */
     mk_wire_msg msg; /* without items */
     char *text;      /* items of an answer of bytes, own zero byte at the end; the caller frees it */
+    mk_client_trace *trace; /* not NULL: takes the answer's messages until it is whole */
 } call;
 
 typedef struct pending_append {
@@ -236,6 +237,38 @@ static void on_err(mk_client *c, const mk_wire_msg *m)
     }
 }
 
+/* The next message of a trace, all in order. 1: it is whole. MK_E_WIRE is in *err when something is not as it should be. */
+static int on_trace(mk_client_trace *t, const mk_wire_msg *m, mk_err *err)
+{
+    const uint64_t n = t->about.instructions, at = t->got;
+    if (m->h.type == MK_WIRE_TRACED && !t->insn) {
+        const uint64_t insns = m->traced.instructions, steps = m->traced.steps;
+        uint32_t names = 0, k = 0;
+        if (!insns || !steps || insns > 1u << 24 || steps > 1u << 10 || m->traced.vectors > MK_WIRE_MAX_NAMES)
+            return mk_fail(err, MK_E_WIRE, "TRACED: %llu instructions, %llu steps", (unsigned long long)insns, (unsigned long long)steps);
+        t->about = m->traced;
+        t->names = calloc(m->n + 1, 1);
+        t->insn = calloc(insns, sizeof *t->insn);
+        t->record = calloc(insns * steps, sizeof *t->record);
+        if (!t->names || !t->insn || !t->record) return mk_fail(err, MK_E_SYSTEM, "out of memory");
+        memcpy(t->names, m->items, m->n);
+        for (uint32_t i = 0; i < m->n; i++) names += !t->names[i];
+        if (names < m->traced.vectors) return mk_fail(err, MK_E_WIRE, "TRACED: %u names for %u vectors", names, m->traced.vectors);
+        if (!(t->vector = calloc(names + 1, sizeof *t->vector))) return mk_fail(err, MK_E_SYSTEM, "out of memory");
+        for (const char *p = t->names; k < names; p += strlen(p) + 1) t->vector[k++] = p;
+        t->opcode = t->vector + m->traced.vectors;
+        t->n_opcode = names - m->traced.vectors;
+        return 0;
+    }
+    const int map = m->h.type == MK_WIRE_TRACE_MAP;
+    const uint64_t first = map ? m->trace_map.first : n * (m->trace_records.step + 1ull) + m->trace_records.first;
+    if (m->h.type == MK_WIRE_TRACED || first != at || !m->n || m->n > n - at % n || map != (at < n))
+        return mk_fail(err, MK_E_WIRE, "a trace's messages are out of order");
+    mk_wire_items(m, map ? (void *)(t->insn + at) : (void *)(t->record + (at - n)), m->n);
+    t->got += m->n;
+    return t->got == n * (t->about.steps + 1ull);
+}
+
 static void dispatch(mk_client *c, const void *data, size_t size)
 {
     mk_wire_msg m;
@@ -267,7 +300,9 @@ static void dispatch(mk_client *c, const void *data, size_t size)
     case MK_WIRE_ERR: on_err(c, &m); break;
     default: {
         call *k = find_call(c, m.h.request);
-        if (k && k->answer == m.h.type) {
+        if (k && k->trace && m.h.type >= MK_WIRE_TRACED && m.h.type <= MK_WIRE_TRACE_RECORDS) {
+            k->done |= on_trace(k->trace, &m, &k->err) != 0;
+        } else if (k && k->answer == m.h.type) {
             if (m.type->item == 1 && (k->text = malloc((size_t)m.n + 1))) {
                 memcpy(k->text, m.items, m.n);
                 k->text[m.n] = 0;
@@ -377,12 +412,13 @@ static int wait_change(mk_client *c, int timeout_ms, const struct timespec *dead
 }
 
 /* Sends a request and waits for its one answer, which is in *k then (k->text is the caller's). Takes the lock. */
-static int ask(mk_client *c, call *k, uint16_t type, uint16_t answer, uint32_t flags, uint64_t stream, const void *fixed, const void *items,
-               uint32_t n, int timeout_ms, mk_err *err)
+static int ask_for(mk_client *c, call *k, mk_client_trace *trace, uint16_t type, uint16_t answer, uint32_t flags, uint64_t stream, const void *fixed,
+                   const void *items, uint32_t n, int timeout_ms, mk_err *err)
 {
     struct timespec deadline = deadline_of(timeout_ms < 0 ? 0 : timeout_ms);
     memset(k, 0, sizeof *k);
     k->answer = answer;
+    k->trace = trace;
     pthread_mutex_lock(&c->lock);
     k->request = c->next_request++;
     k->next = c->calls;
@@ -404,6 +440,12 @@ static int ask(mk_client *c, call *k, uint16_t type, uint16_t answer, uint32_t f
         k->text = NULL;
     }
     return rc;
+}
+
+static int ask(mk_client *c, call *k, uint16_t type, uint16_t answer, uint32_t flags, uint64_t stream, const void *fixed, const void *items,
+               uint32_t n, int timeout_ms, mk_err *err)
+{
+    return ask_for(c, k, NULL, type, answer, flags, stream, fixed, items, n, timeout_ms, err);
 }
 
 /* ---- the client ----------------------------------------------------------------------------------------------------- */
@@ -571,6 +613,36 @@ int mk_client_ping(mk_client *c, uint64_t *rtt_ns, int timeout_ms, mk_err *err)
     *rtt_ns = now_ns() - since;
     if (k.msg.ping.cookie != since) return mk_fail(err, MK_E_WIRE, "PONG: the cookie came back changed");
     return MK_OK;
+}
+
+int mk_client_traced(mk_client *c, uint32_t steps, int timeout_ms, mk_client_trace **out, mk_err *err)
+{
+    call k;
+    mk_wire_trace body = {.steps = steps, .timeout_ms = (uint32_t)timeout_ms};
+    *out = NULL;
+    if (timeout_ms < 1 || timeout_ms > (int)MK_WIRE_TRACE_MS)
+        return mk_fail(err, MK_E_USAGE, "a trace's timeout: expected 1 to %u ms, found %d", MK_WIRE_TRACE_MS, timeout_ms);
+    mk_client_trace *t = calloc(1, sizeof *t);
+    if (!t) return mk_fail(err, MK_E_SYSTEM, "out of memory");
+    /* the daemon minds the time; it answers in any case, and then the records have to travel */
+    int rc = ask_for(c, &k, t, MK_WIRE_TRACE, MK_WIRE_TRACED, 0, 0, &body, NULL, 0, timeout_ms + 30000, err);
+    if (rc)
+        mk_client_trace_free(&t);
+    else
+        *out = t;
+    return rc;
+}
+
+void mk_client_trace_free(mk_client_trace **p)
+{
+    mk_client_trace *t = *p;
+    if (!t) return;
+    free(t->names);
+    free(t->vector);
+    free(t->insn);
+    free(t->record);
+    free(t);
+    *p = NULL;
 }
 
 /* ---- streams -------------------------------------------------------------------------------------------------------- */

@@ -99,5 +99,21 @@ int mk_client_stats(mk_client *c, char **json, int timeout_ms, mk_err *err);
 /* One PING; *rtt_ns is the time to its answer. */
 int mk_client_ping(mk_client *c, uint64_t *rtt_ns, int timeout_ms, mk_err *err);
 
+/* What every worker did in some steps: record[step * instructions + i] is what instruction i did in it. */
+typedef struct mk_client_trace {
+    mk_wire_traced about;
+    const char **vector, **opcode; /* names; n_opcode of the latter */
+    uint32_t n_opcode;
+    mk_wire_trace_insn *insn;     /* [instructions] */
+    mk_wire_trace_record *record; /* [steps * instructions] */
+    char *names;
+    uint64_t got; /* items received, of the map and of records */
+} mk_client_trace;
+
+/* Has the next `steps` steps traced and waits for them (somebody has to generate meanwhile). *t is the caller's: mk_client_trace_free. MK_E_WIRE: refused, or
+ * fewer steps than that were run within timeout_ms. */
+int mk_client_traced(mk_client *c, uint32_t steps, int timeout_ms, mk_client_trace **t, mk_err *err);
+void mk_client_trace_free(mk_client_trace **t);
+
 /* host/err.h's mk_fail and mk_err are part of this library. */
 #endif

@@ -10,6 +10,7 @@ static const struct mk_command commands[] = {
     {"score", "bits per byte of a text under a byte-level model", mkctl_score},
     {"stats", "the daemon's statistics as JSON", mkctl_stats},
     {"ping", "round trip to the daemon", mkctl_ping},
+    {"trace", "what every worker did with its time in the next steps; a file for Perfetto", mkctl_trace},
     {"plan", "what a model costs on N workers; needs no weights", mkctl_plan},
     {"validate", "prove or refuse a program file", mkctl_validate},
     {"diff", "run two machines over one program and compare what they publish", mkctl_diff},

@@ -61,6 +61,10 @@ _TABLE = {
     "CHECKPOINTED": (24, "position:I how:I replayed:I reserved:I", None),
     "VERIFY": (25, "reserved:I n:I", "I"),
     "VERIFIED": (26, "position:I accepted:I next:I logprob:f device_ns:Q", None),
+    "TRACE": (27, "steps:I timeout_ms:I", None),
+    "TRACED": (28, "first_step:I steps:I workers:I instructions:I vectors:I n:I", "s"),
+    "TRACE_MAP": (29, "first:I n:I", "HBBHHHHI12H"),
+    "TRACE_RECORDS": (30, "step:I first:I n:I", "QIIIIII"),
 }
 OPEN_SAMPLING, OPEN_STOP, APPEND_LOGPROBS, GENERATE_STOP = 1, 2, 1, 1
 

@@ -1,4 +1,5 @@
 #include "ipc/server.h"
+#include "ipc/server_trace.h"
 #include "ipc/wire.h"
 
 #include <errno.h>
@@ -92,6 +93,7 @@ struct mk_server {
     uint64_t seen_bad, seen_appended, seen_generated, seen_steps, seen_ns;
     double rate_appended, rate_generated, rate_steps;
     char last_bad[200];
+    mk_server_trace trace;
 
     uint32_t ids[MK_WIRE_MAX_IDS];
     unsigned char out[MK_WIRE_MAX_FRAME];
@@ -353,7 +355,7 @@ static void on_hello(mk_server *v, client *c, const mk_wire_msg *m)
                          .beat_ms = (uint32_t)(v->beat_ns / 1000000),
                          .beats = MK_WIRE_BEATS,
                          .max_frame = MK_WIRE_MAX_FRAME,
-                         .features = MK_FEATURE_APPEND_LOGPROBS | (v->pin ? MK_FEATURE_PIN : 0u),
+                         .features = MK_FEATURE_APPEND_LOGPROBS | MK_FEATURE_TRACE | (v->pin ? MK_FEATURE_PIN : 0u),
                          .layers = md->layers,
                          .bos = md->bos,
                          .pool_tokens = mk_engine_pages(v->e) * MK_PAGE,
@@ -525,6 +527,35 @@ static void on_stats(mk_server *v, client *c, const mk_wire_msg *m)
     free(text);
 }
 
+static void on_trace(mk_server *v, client *c, const mk_wire_msg *m)
+{
+    mk_err err = {0};
+    if (mk_server_trace_start(&v->trace, v->e, c->owner, m->h.request, &m->trace, now_ns(), &err)) answer_mk(v, c, m, &err);
+}
+
+/* Sends what there is of a trace, a few messages at a time; returns whether there is more now. */
+static int send_trace(mk_server *v)
+{
+    mk_server_trace *t = &v->trace;
+    for (int k = 0; k < 8 && t->owner; k++) {
+        const void *fixed, *items;
+        mk_err err = {0};
+        client *c = client_by_owner(v, t->owner);
+        uint64_t request = t->request;
+        if (!c) {
+            mk_server_trace_end(t, v->e);
+            return 0;
+        }
+        int type = mk_server_trace_next(t, v->e, now_ns(), &fixed, &items, &err);
+        if (!type) return t->state == MK_SERVER_TRACE_SENDS;
+        if (type == MK_WIRE_ERR)
+            answer_mk(v, c, &(mk_wire_msg){.h = {.type = MK_WIRE_TRACE, .request = request}, .type = mk_wire_type_of(MK_WIRE_TRACE)}, &err);
+        else
+            send_msg(v, c, (uint16_t)type, 0, request, fixed, items);
+    }
+    return t->owner != 0;
+}
+
 static void on_message(mk_server *v, client *c, const mk_wire_msg *m)
 {
     mk_err err = {0};
@@ -546,6 +577,7 @@ static void on_message(mk_server *v, client *c, const mk_wire_msg *m)
         if (mk_streams_credit(v->s, c->owner, m->h.stream, m->credit.tokens, &err)) answer_mk(v, c, m, &err);
         break;
     case MK_WIRE_STATS: on_stats(v, c, m); break;
+    case MK_WIRE_TRACE: on_trace(v, c, m); break;
     case MK_WIRE_PING: send_msg(v, c, MK_WIRE_PONG, 0, m->h.request, &m->ping, NULL); break;
     case MK_WIRE_PONG: break;
     default: answer_err(v, c, m, MK_WIRE_E_UNSUPPORTED, "this daemon does not serve it (WELCOME.features)"); break;
@@ -767,6 +799,7 @@ int mk_server_run(mk_server *v, mk_err *err)
         uint64_t deadline = grace ? grace : atomic_load(&v->draining) ? atomic_load(&v->deadline_ns) : ~0ull;
         if (deadline < due) due = deadline;
         now = now_ns();
+        if (v->trace.owner && v->trace.state == MK_SERVER_TRACE_READS && due > now + 1000000) due = now + 1000000; /* the last records come in */
         long wait = more || due <= now ? 0 : (long)((due - now + 999999) / 1000000);
         if (zmq_poll(item, 3, wait) < 0 && errno != EINTR)
             return mk_fail(err, MK_E_SYSTEM, "polling the sockets: %s", zmq_strerror(errno));
@@ -776,6 +809,7 @@ int mk_server_run(mk_server *v, mk_err *err)
         if ((item[2].revents & ZMQ_POLLIN) && read(v->wake, &count, sizeof count) < 0) {} /* nothing to do about it */
         more = receive(v);
         reports(v);
+        if (v->trace.owner && send_trace(v)) more = 1;
         now = now_ns();
         if (now >= v->beat_due) {
             beat(v, now, now - v->beat_due);
@@ -929,6 +963,7 @@ void mk_server_destroy(mk_server **p)
     for (int i = 0; i < 2; i++) /* libzmq leaves them behind */
         if (v->path[i][0]) unlink(v->path[i]);
     if (v->wake >= 0) close(v->wake);
+    mk_server_trace_end(&v->trace, v->e);
     for (uint32_t i = 0; v->clients && i < v->max_clients; i++)
         if (v->clients[i].owner) client_forget(v, &v->clients[i]);
     free(v->clients);

@@ -25,6 +25,8 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little end
 #define MK_WIRE_MAX_NAME  64u
 #define MK_WIRE_MAX_TEXT  1024u      /* WELCOME's strings, ERR's text */
 #define MK_WIRE_MAX_JSON  (1u << 18)
+#define MK_WIRE_MAX_NAMES 4096u      /* TRACED's */
+#define MK_WIRE_MAX_TRACE 8192u      /* items of one TRACE_MAP or TRACE_RECORDS */
 #define MK_WIRE_NO_WINDOW 0xffffffffu /* OPEN.window: no flow control */
 #define MK_WIRE_BEAT_MS   1000u
 #define MK_WIRE_BEATS     5u /* silent intervals after which the other side is gone */
@@ -57,7 +59,11 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little end
     X(CHECKPOINT, 23, 0, 0, 0, 0, 1, 1, 0)                                                                                                 \
     X(CHECKPOINTED, 24, 16, 0, 0, 0, 1, 2, 12 << 4 | 4)                                                                                    \
     X(VERIFY, 25, 8, 4, MK_WIRE_MAX_DRAFT, 0, 1, 1, 0 << 4 | 4)                                                                            \
-    X(VERIFIED, 26, 24, 0, 0, 0, 1, 2, 0)
+    X(VERIFIED, 26, 24, 0, 0, 0, 1, 2, 0)                                                                                                  \
+    X(TRACE, 27, 8, 0, 0, 0, 0, 1, 0)                                                                                                      \
+    X(TRACED, 28, 24, 1, MK_WIRE_MAX_NAMES, 0, 0, 2, 0)                                                                                    \
+    X(TRACE_MAP, 29, 8, 40, MK_WIRE_MAX_TRACE, 0, 0, 2, 0)                                                                                 \
+    X(TRACE_RECORDS, 30, 12, 32, MK_WIRE_MAX_TRACE, 0, 0, 2, 0)
 
 enum mk_wire_type_number {
 #define X(NAME, number, ...) MK_WIRE_##NAME = number,
@@ -82,6 +88,7 @@ enum {
     MK_FEATURE_CHECKPOINT = 8,
     MK_FEATURE_VERIFY = 16,
     MK_FEATURE_PIN = 32, /* mkd --bench yes */
+    MK_FEATURE_TRACE = 64,
 };
 
 /* ERR.code */
@@ -231,6 +238,48 @@ typedef struct mk_wire_verified {
     uint64_t device_ns;
 } mk_wire_verified;
 
+/* The answer to TRACE: TRACED, then the map of the program, then the records of every step, all in order; the last record ends it. */
+typedef struct mk_wire_trace {
+    uint32_t steps, timeout_ms; /* timeout: for the steps to have been run; at most MK_WIRE_TRACE_MS */
+} mk_wire_trace;
+#define MK_WIRE_TRACE_MS 60000u
+
+typedef struct mk_wire_traced {
+    uint32_t first_step, steps, workers, instructions, vectors;
+    uint32_t n; /* bytes of names, each with its zero byte: of the vectors, then of the opcodes */
+} mk_wire_traced;
+
+/* One instruction of the program; vector numbers are indices into the names, 65535: none. */
+typedef struct mk_wire_trace_insn {
+    uint16_t worker;
+    uint8_t opcode, n_wait;
+    uint16_t layer; /* 65535: outside the layers */
+    uint16_t vector, publication, slice; /* what it publishes */
+    uint32_t tape_bytes; /* of the worker's own weights */
+    struct {
+        uint16_t vector, publication, slice, slices; /* slices 0: the whole vector */
+    } wait[3];
+} mk_wire_trace_insn;
+
+typedef struct mk_wire_trace_map {
+    uint32_t first, n; /* instructions first .. first + n - 1: by worker, each worker's in its order */
+} mk_wire_trace_map;
+
+/* Nanoseconds of the device's clock; all but the start count from the start. */
+typedef struct mk_wire_trace_record {
+    uint64_t start;   /* 48 bits */
+    uint32_t input;   /* when its input was complete */
+    uint32_t weights; /* how long it waited for weights, in all */
+    uint32_t publish; /* when its publication began; 0: not told apart */
+    uint32_t end;
+    uint32_t bytes;   /* of weights, cache and state that it read */
+    uint32_t rows;    /* of the step */
+} mk_wire_trace_record;
+
+typedef struct mk_wire_trace_records {
+    uint32_t step, first, n; /* step of the trace, from 0; instructions first .. first + n - 1 */
+} mk_wire_trace_records;
+
 #define MK_AT(type, field, at) static_assert(offsetof(type, field) == (at), #type "." #field " lies at " #at)
 #define MK_IS(type, size) static_assert(sizeof(type) == (size), #type " is " #size " bytes")
 MK_IS(mk_wire_header, 32);
@@ -294,6 +343,18 @@ MK_AT(mk_wire_verify, n, 4);
 MK_IS(mk_wire_verified, 24);
 MK_AT(mk_wire_verified, logprob, 12);
 MK_AT(mk_wire_verified, device_ns, 16);
+MK_IS(mk_wire_trace, 8);
+MK_IS(mk_wire_traced, 24);
+MK_AT(mk_wire_traced, n, 20);
+MK_IS(mk_wire_trace_insn, 40);
+MK_AT(mk_wire_trace_insn, tape_bytes, 12);
+MK_AT(mk_wire_trace_insn, wait, 16);
+MK_IS(mk_wire_trace_map, 8);
+MK_IS(mk_wire_trace_record, 32);
+MK_AT(mk_wire_trace_record, end, 20);
+MK_AT(mk_wire_trace_record, rows, 28);
+MK_IS(mk_wire_trace_records, 12);
+static_assert(MK_WIRE_MAX_FRAME >= 32 + 8 + 40 * MK_WIRE_MAX_TRACE, "a trace's longest message fits a frame");
 static_assert(MK_WIRE_MAX_FRAME >= 32 + 16 + 4 * MK_WIRE_MAX_IDS, "the longest message fits a frame");
 
 /* One type of message. */
@@ -337,6 +398,10 @@ typedef struct mk_wire_msg {
         mk_wire_rolled_back rolled_back;
         mk_wire_verify verify;
         mk_wire_verified verified;
+        mk_wire_trace trace;
+        mk_wire_traced traced;
+        mk_wire_trace_map trace_map;
+        mk_wire_trace_records trace_records;
     };
     uint32_t n;
     const unsigned char *items;

@@ -14,6 +14,8 @@ struct mk_twin {
     uint32_t epoch0, sweep;
     uint32_t *pc; /* [workers] next instruction */
     float *scratch;
+    mk_trace_record *trace;
+    uint64_t *since; /* [workers] end of the last instruction of a traced step */
     mk_twin_hook hook;
     void *hook_arg;
     mk_route_hook route_hook;
@@ -21,7 +23,7 @@ struct mk_twin {
     struct {
         void *p;
         size_t bytes;
-    } map[16];
+    } map[20];
     int n_map;
 };
 
@@ -73,7 +75,8 @@ int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **out, m
         !(m->page = region(t, "page table", (uint64_t)cfg->slots * m->max_pages * 4, err)) ||
         !(m->token = region(t, "token log", (uint64_t)cfg->slots * cfg->context * 4, err)) ||
         !(s->submit = region(t, "ring", sizeof(mk_submit) * MK_SUBMIT_RING + sizeof(mk_event) * MK_EVENT_RING + 64, err)) ||
-        !(t->scratch = region(t, "scratch", scratch_floats * 4 + (uint64_t)i->workers * 4, err))) {
+        !(t->scratch = region(t, "scratch", scratch_floats * 4 + (uint64_t)i->workers * 4, err)) ||
+        !(t->trace = region(t, "trace", (uint64_t)mk_trace_limit(i->n_insn) * i->n_insn * sizeof *t->trace + i->workers * sizeof *t->since, err))) {
         mk_twin_destroy(&t);
         return err ? err->code : MK_E_CAPACITY;
     }
@@ -86,6 +89,7 @@ int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **out, m
     s->max_context = cfg->context;
     s->n_slots = cfg->slots;
     t->pc = (uint32_t *)(t->scratch + scratch_floats);
+    t->since = (uint64_t *)(t->trace + (size_t)mk_trace_limit(i->n_insn) * i->n_insn);
     mk_exchange_reset(p, m, t->epoch0);
     *out = t;
     return MK_OK;
@@ -102,6 +106,27 @@ void mk_twin_destroy(mk_twin **pt)
 
 mk_memory *mk_twin_memory(mk_twin *t) { return &t->mem; }
 mk_sched *mk_twin_sched(mk_twin *t) { return &t->sched; }
+const mk_trace_record *mk_twin_trace(const mk_twin *t, uint32_t k) { return t->trace + (size_t)k * t->prog->info.n_insn; }
+
+static uint64_t now_ns(void)
+{
+    struct timespec ts;
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+/* Virtual workers take turns: what a worker's instruction waits for is the others' work since its last one ended. */
+static void note(mk_twin *t, const mk_ctx *c, uint64_t began)
+{
+    const uint32_t tag = c->step->trace >> 16, k = (c->step->trace & 0xffffu) - 1;
+    const uint64_t now = now_ns(), start = t->since[c->worker];
+    mk_trace_record *r = t->trace + (size_t)k * t->prog->info.n_insn + t->pc[c->worker];
+    mk_trace_record x = {.start_lo = (uint32_t)start, .start_hi = (uint16_t)(start >> 32), .tag = (uint16_t)tag,
+                         .input = (uint32_t)(began - start), .end = (uint32_t)(now - start), .bytes = (uint32_t)c->bytes};
+    *r = x;
+    __atomic_store_n(&r->mark, tag << 16 | k << 8 | c->step->nrows, __ATOMIC_RELEASE);
+    t->since[c->worker] = now;
+}
 
 void mk_twin_set_hook(mk_twin *t, mk_twin_hook f, void *arg)
 {
@@ -146,8 +171,10 @@ static int run(mk_twin *t, const mk_step *step, mk_err *err)
                 .route_hook = t->route_hook,
                 .route_arg = t->route_arg,
                 .machine = &t->sched};
+    uint64_t began = step->trace ? now_ns() : 0;
     for (uint32_t w = 0; w < workers; w++) {
         t->pc[w] = p->queue[w];
+        t->since[w] = began;
         if (t->pc[w] == p->queue[w + 1]) left--;
     }
     while (left) {
@@ -159,7 +186,10 @@ static int run(mk_twin *t, const mk_step *step, mk_err *err)
                 int k = 0;
                 while (k < c.in->nwait && mk_wait_ready(&c, k, NULL)) k++;
                 if (k < c.in->nwait) break;
+                c.bytes = 0;
+                if (step->trace) began = now_ns();
                 dispatch[c.in->opcode](&c);
+                if (step->trace) note(t, &c, began);
                 if (t->hook) t->hook(t->hook_arg, &c);
                 progress = 1;
                 if (++t->pc[w] == p->queue[w + 1]) left--;
@@ -174,11 +204,7 @@ int mk_twin_step(mk_twin *t, uint32_t *ran, mk_err *err)
 {
     mk_sched *s = &t->sched;
     *ran = 0;
-    if (s->next.nrows == 0) {
-        struct timespec ts;
-        clock_gettime(CLOCK_MONOTONIC, &ts);
-        mk_sched_compose(s, (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec);
-    }
+    if (s->next.nrows == 0) mk_sched_compose(s, now_ns());
     if (s->next.nrows == 0 || s->stop) return MK_OK;
     mk_step step = s->next; /* SCHEDULE composes the next one into s->next */
     *ran = step.nrows;

@@ -22,7 +22,7 @@ static void test_session(void **state)
     const mk_wire_welcome *w = &c->m.welcome;
     assert_true(w->vocab == FAKE_VOCAB && w->context == FAKE_CONTEXT && w->streams == FAKE_SLOTS && w->layers == 3 && w->mixer[1] == 2 &&
                 w->mixer[2] == 1 && w->ffn[1] == 1 && w->ffn[2] == 2 && w->n_stop == 1 && w->stop[0] == 999 && w->beat_ms == 1000 &&
-                w->beats == 5 && w->features == MK_FEATURE_APPEND_LOGPROBS && w->pool_tokens == FAKE_SLOTS * FAKE_CONTEXT &&
+                w->beats == 5 && w->features == (MK_FEATURE_APPEND_LOGPROBS | MK_FEATURE_TRACE) && w->pool_tokens == FAKE_SLOTS * FAKE_CONTEXT &&
                 w->max_ids == MK_WIRE_MAX_IDS && w->max_frame == MK_WIRE_MAX_FRAME);
     const char *strings[] = {"fake", "FakeForCausalLM", "test 1", "no device: a test's double"};
     for (int i = 0; i < 4; i++) {

@@ -50,7 +50,13 @@
     X(CHECKPOINTED, rolled_back, replayed, "u32", 1) X(CHECKPOINTED, rolled_back, reserved, "u32", 1)                                      \
     X(VERIFY, verify, reserved, "u32", 1) X(VERIFY, verify, n, "u32", 1)                                                                   \
     X(VERIFIED, verified, position, "u32", 1) X(VERIFIED, verified, accepted, "u32", 1) X(VERIFIED, verified, next, "u32", 1)              \
-    X(VERIFIED, verified, logprob, "f32", 1) X(VERIFIED, verified, device_ns, "u64", 1)
+    X(VERIFIED, verified, logprob, "f32", 1) X(VERIFIED, verified, device_ns, "u64", 1)                                                     \
+    X(TRACE, trace, steps, "u32", 1) X(TRACE, trace, timeout_ms, "u32", 1)                                                                 \
+    X(TRACED, traced, first_step, "u32", 1) X(TRACED, traced, steps, "u32", 1) X(TRACED, traced, workers, "u32", 1)                        \
+    X(TRACED, traced, instructions, "u32", 1) X(TRACED, traced, vectors, "u32", 1) X(TRACED, traced, n, "u32", 1)                          \
+    X(TRACE_MAP, trace_map, first, "u32", 1) X(TRACE_MAP, trace_map, n, "u32", 1)                                                          \
+    X(TRACE_RECORDS, trace_records, step, "u32", 1) X(TRACE_RECORDS, trace_records, first, "u32", 1)                                       \
+    X(TRACE_RECORDS, trace_records, n, "u32", 1)
 
 static const struct field {
     uint16_t type;
@@ -262,7 +268,7 @@ static void test_fuzz(void **state)
         if (i % 8 == 7) { /* noise behind a valid magic and version */
             for (size_t k = 6; k < size; k++) f[k] = (unsigned char)rnd();
             if (rnd() % 2) f[7] = 0;
-            if (rnd() % 2) f[6] = (unsigned char)(rnd() % 30);
+            if (rnd() % 2) f[6] = (unsigned char)(rnd() % 34);
         }
         for (uint32_t k = 0; k < changes; k++) f[rnd() % (rnd() % 2 ? size : 32)] = (unsigned char)rnd();
         size_t n = rnd() % 4 ? size : rnd() % (size + 1);

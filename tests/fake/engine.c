@@ -4,6 +4,7 @@
  * Rules: vocabulary 1000, 8 slots, context limit 4096. The token at position p is (7 p + 3) mod 1000 with logprob -(p mod 16) / 16; a
  * prompt token's logprob is -(its id) / 1000. Every `fake_us` microseconds each running stream that has credit yields one token. */
 #include "host/streams.h"
+#include "instructions/program.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -392,4 +393,68 @@ uint64_t mk_engine_steps(const mk_engine *e)
 int mk_engine_event_fd(const mk_engine *e)
 {
     return e->fd;
+}
+
+/* ---- trace: two workers, five instructions, two vectors; recorded after fake_trace_ms, the last record at the third look ------ */
+
+static atomic_int fake_trace_ms = 5;    /* until the steps have been run; < 0: never */
+static atomic_int fake_trace_holes = 2; /* looks at a step that find a record missing */
+static atomic_int fake_trace_lost;      /* the device was started again */
+static atomic_int fake_traces;          /* under way */
+static uint64_t fake_trace_due;
+static uint32_t fake_trace_steps;
+
+const struct mk_program *mk_engine_program(const mk_engine *e)
+{
+    static mk_vec vec[2] = {{.name = "h"}, {.name = "sampled"}};
+    static uint32_t queue[3] = {0, 3, 5};
+#define WAIT_H {0, 0, 0, 2}
+    static mk_insn insn[5] = {
+        {.opcode = MK_OP_EMBED, .layer = MK_NONE, .signal_vec = 0, .signal_slice = 0},
+        {.opcode = MK_OP_SAMPLE, .nwait = 1, .layer = MK_NONE, .signal_vec = 1, .seq = 1, .wait = {WAIT_H}},
+        {.opcode = MK_OP_SCHEDULE, .layer = MK_NONE, .signal_vec = MK_NONE, .seq = 2},
+        {.opcode = MK_OP_EMBED, .layer = MK_NONE, .signal_vec = 0, .signal_slice = 1},
+        {.opcode = MK_OP_GEMV, .nwait = 1, .layer = 0, .signal_vec = MK_NONE, .seq = 1, .wait = {WAIT_H}, .tape_bytes = 640},
+    };
+    static const mk_program p = {.info = {.workers = 2, .n_vec = 2, .n_insn = 5}, .vec = vec, .queue = queue, .insn = insn};
+    (void)e;
+    return &p;
+}
+
+int mk_engine_trace(mk_engine *e, uint32_t steps, mk_err *err)
+{
+    (void)e;
+    if (steps < 1 || steps > 255) return mk_fail(err, MK_E_USAGE, "steps: expected 1 to 255 for this model, found %u", steps);
+    if (atomic_fetch_add(&fake_traces, 1)) abort(); /* the server sees to it */
+    fake_trace_due = fake_now() + (uint64_t)atomic_load(&fake_trace_ms) * 1000000;
+    fake_trace_steps = steps;
+    return MK_OK;
+}
+
+void mk_engine_trace_end(mk_engine *e)
+{
+    (void)e;
+    atomic_fetch_sub(&fake_traces, 1);
+}
+
+enum mk_trace_state mk_engine_trace_state(const mk_engine *e, uint32_t *first_step)
+{
+    (void)e;
+    *first_step = 40;
+    if (!atomic_load(&fake_traces)) return MK_TRACE_NONE;
+    if (atomic_load(&fake_trace_lost)) return MK_TRACE_LOST;
+    return atomic_load(&fake_trace_ms) >= 0 && fake_now() >= fake_trace_due ? MK_TRACE_RECORDED : MK_TRACE_WAITING;
+}
+
+int mk_engine_trace_read(mk_engine *e, uint32_t k, mk_trace_record *r, uint32_t *missing, mk_err *err)
+{
+    static int looks;
+    (void)e;
+    if (k >= fake_trace_steps) return mk_fail(err, MK_E_BUG, "step %u of %u", k, fake_trace_steps);
+    for (uint32_t i = 0; i < 5; i++)
+        r[i] = (mk_trace_record){.start_lo = 1000 * k + 100 * i, .start_hi = 7, .tag = 1, .input = 10, .weights = 5, .publish = i == 2 ? 60 : 0,
+                                 .end = 80, .bytes = 64 * i, .mark = 1 << 16 | k << 8 | 1};
+    *missing = looks++ < atomic_load(&fake_trace_holes);
+    if (!*missing) looks = 0;
+    return MK_OK;
 }
