@@ -45,7 +45,7 @@ else
 # CUDA objects link with plain gcc and the static runtime; the program still runs where there is no driver.
 LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
-$(BUILD)/host/machine_gpu.o: override CFLAGS += -DMK_CUDA
+$(BUILD)/host/machine_gpu.o $(BUILD)/host/synth.o: override CFLAGS += -DMK_CUDA
 tests: $(BUILD)/tests/gpu/test_gpu $(BUILD)/tests/gpu/hang_client
 $(BUILD)/%.cu.o: %.cu
 	@mkdir -p $(@D)
@@ -53,6 +53,7 @@ $(BUILD)/%.cu.o: %.cu
 	@$(NVCC) -std=c++17 -I. -lineinfo $(NVFLAGS) -Xcompiler -fno-exceptions,-fno-rtti,-fno-threadsafe-statics -MMD -MP -c -o $@ $<
 endif
 
+$(BUILD)/host/preset.o: $(wildcard tests/fixtures/configs/*/config.json)
 $(BUILD)/%.o: %.c
 	@mkdir -p $(@D)
 	@echo '  cc $<'

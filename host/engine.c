@@ -3,6 +3,7 @@
 #include "host/checkpoint.h"
 #include "host/machine.h"
 #include "host/planner.h"
+#include "host/preset.h"
 #include "instructions/validate.h"
 
 #include <stdio.h>
@@ -88,7 +89,7 @@ int mk_engine_open(const mk_engine_config *cfg, mk_engine **out, mk_err *err)
     e->slots = cfg->streams;
     mk_machine_limits limits;
     int rc = cfg->gpu ? mk_machine_gpu_limits(&limits, err) : MK_OK;
-    if (!rc) rc = mk_model_read(cfg->dir, &e->model, err);
+    if (!rc) rc = cfg->preset ? mk_preset_model(cfg->preset, &e->model, err) : mk_model_read(cfg->dir, &e->model, err);
     if (!rc && !cfg->synthetic) rc = mk_checkpoint_open(cfg->dir, &e->ck, err);
     if (!rc) rc = mk_model_resolve(e->model, e->ck, cfg->weights, err);
     if (!rc) rc = plan_to_fit(e, cfg, cfg->gpu ? &limits : NULL, err);
@@ -124,6 +125,25 @@ uint32_t mk_engine_slots(const mk_engine *e) { return e->slots; }
 uint32_t mk_engine_context(const mk_engine *e) { return e->context; }
 uint32_t mk_engine_pages(const mk_engine *e) { return e->pages; }
 uint64_t mk_engine_steps(const mk_engine *e) { return e->machine->ops->steps(e->machine); }
+
+static void note_fp8(void *arg, mk_mat *mat)
+{
+    const void **a = arg; /* the LM head, which is named by itself; then non-null when something else is FP8 */
+    if (mat->source != MK_SRC_NONE && mat->wtype == MK_W_FP8 && mat != a[0]) a[1] = mat;
+}
+
+void mk_engine_get_figures(const mk_engine *e, mk_engine_figures *f)
+{
+    const void *note[2] = {&e->model->lm_head, NULL};
+    memset(f, 0, sizeof *f);
+    mk_model_mats(e->model, note_fp8, note);
+    snprintf(f->dtype, sizeof f->dtype, "%s, lm_head %s", note[1] ? "fp8" : "bf16", e->model->lm_head.wtype == MK_W_FP8 ? "fp8" : "bf16");
+    f->bytes = e->plan->bytes;
+    for (size_t i = 0; i < e->plan->n_phase; i++) f->program_bytes += e->plan->phase[i].total;
+    f->ceiling_gb_s = e->machine->ceiling_gb_s;
+    f->launches = e->machine->launches;
+}
+
 int mk_engine_event_fd(const mk_engine *e) { return e->machine->event_fd; }
 
 mk_slot *mk_engine_slot(mk_engine *e, uint32_t slot) { return e->machine->slot + slot; }

@@ -3,6 +3,7 @@
 #ifndef MK_ENGINE_H
 #define MK_ENGINE_H
 
+#include "host/bytes.h"
 #include "host/err.h"
 #include "host/model.h"
 #include "megakernel/rings.h"
@@ -12,6 +13,7 @@ typedef struct mk_engine mk_engine;
 
 typedef struct mk_engine_config {
     const char *dir;          /* checkpoint directory */
+    const struct mk_preset *preset; /* or a built-in configuration; NULL: none */
     int synthetic;            /* random weights made on the GPU: `dir` may be a config.json alone */
     int gpu;                  /* run on the GPU; otherwise on the twin */
     uint32_t workers;         /* twin: virtual workers (0: 8); a GPU has as many as it has SMs */
@@ -38,6 +40,16 @@ uint32_t mk_engine_slots(const mk_engine *e);
 uint32_t mk_engine_context(const mk_engine *e);  /* limit of one stream */
 uint32_t mk_engine_pages(const mk_engine *e);    /* pool */
 uint64_t mk_engine_steps(const mk_engine *e);    /* steps run since start */
+
+/* For benchmarks. */
+typedef struct mk_engine_figures {
+    mk_bytes bytes;         /* what the model needs to read */
+    uint64_t program_bytes; /* what this program reads in a step of one row, the cache aside */
+    char dtype[48];         /* "fp8, lm_head bf16" */
+    double ceiling_gb_s;    /* memory as it was measured before the start; 0: not measured */
+    uint64_t launches;      /* of a kernel since the start */
+} mk_engine_figures;
+void mk_engine_get_figures(const mk_engine *e, mk_engine_figures *f);
 
 /* Arena of a slot; written only while no entry that refers to it is outstanding, except cancel and credits. */
 mk_slot *mk_engine_slot(mk_engine *e, uint32_t slot);

@@ -28,6 +28,8 @@ struct mk_machine {
     uint32_t max_pages, context;
     int event_fd;        /* readable when there are events */
     char name[160];      /* for people: "CPU twin, 8 workers, act bf16" */
+    double ceiling_gb_s; /* memory as measured before the start (megakernel/ceiling.h); 0: not measured */
+    uint64_t launches;   /* of a kernel; the thread of the operations writes it */
 };
 
 typedef struct mk_machine_config {

@@ -4,8 +4,9 @@
 
 #include "host/log.h"
 #include "host/pack.h"
+#include "host/synth.h"
+#include "megakernel/ceiling.h"
 #include "megakernel/gpu.h"
-#include "megakernel/synth.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -162,6 +163,7 @@ static void relaunch(gpu_machine *g)
         mk_log(MK_LOG_ERROR, "GPU lost: %s", err.msg);
         _exit(MK_E_DEVICE);
     }
+    g->m.launches++;
     mk_log(MK_LOG_WARN, "GPU: the kernel was launched again in %llu ms: running requests failed, streams are rebuilt from their tokens",
            (unsigned long long)(now_ms() - t));
     __atomic_store_n(&g->watch, WATCHING, __ATOMIC_RELEASE);
@@ -172,6 +174,7 @@ static int gpu_start(mk_machine *m, mk_err *err)
     gpu_machine *g = of(m);
     int rc = mk_gpu_start(g->gpu, g->epoch0, err);
     if (rc) return rc;
+    m->launches++;
     rc = pthread_create(&g->poller, NULL, poll_main, g);
     if (rc) return mk_fail(err, MK_E_SYSTEM, "cannot start the polling thread: %s", strerror(rc));
     g->polling = 1;
@@ -221,50 +224,6 @@ static void gpu_destroy(mk_machine *m)
     mk_gpu_destroy(&g->gpu);
     if (m->event_fd >= 0) close(m->event_fd);
     free(g);
-}
-
-/* A parameter's synthetic values, by what its tensor is: norms 1, decays as at the start of a training, biases 0. */
-static void synthetic_param(const mk_pack_item *it, float *v)
-{
-    const char *name = it->par->tensor;
-    float value = strstr(name, "norm") ? 1.0f : strstr(name, "A_log") ? 1.4f : strstr(name, "dt_bias") ? -4.0f : 0.0f;
-    int conv = strstr(name, "conv1d") != NULL;
-    uint32_t x = it->src * 2654435761u + 12345;
-    for (uint32_t i = 0; i < it->n; i++) {
-        x = x * 1664525u + 1013904223u;
-        v[i] = conv ? (float)(int32_t)x * 0x1p-31f : value;
-    }
-}
-
-/* Random weights, made where they stay. */
-static int synthesize(const mk_plan *plan, mk_gpu *gpu, mk_err *err)
-{
-    const mk_program *p = plan->prog;
-    mk_memory d = {0};
-    mk_gpu_weights(gpu, &d);
-    float *param = calloc(p->info.param_floats + 1, sizeof *param);
-    int rc = param ? MK_OK : mk_fail(err, MK_E_CAPACITY, "out of memory");
-    for (size_t i = 0; i < plan->n_item && !rc; i++) {
-        const mk_pack_item *it = &plan->item[i];
-        uint32_t scale_rows = it->wtype == MK_W_FP8 ? it->nseg * it->halves : 0;
-        switch (it->kind) {
-        case MK_PACK_TAPE:
-            rc = mk_synth_segments(d.tape + p->tape_base[it->worker] + it->dst, 1, 0, it->wtype, it->rows * it->halves, it->mat[0]->k, scale_rows,
-                                   it->mat[0]->scale_k, 1.0f, i, err);
-            break;
-        case MK_PACK_EXPERT:
-            rc = mk_synth_segments(d.expert + it->dst, it->experts, it->expert_stride, it->wtype, it->rows * it->halves, it->mat[0]->k, scale_rows,
-                                   it->mat[0]->scale_k, 1.0f, i, err);
-            break;
-        case MK_PACK_EMBED: rc = mk_synth_bf16(d.embed, (uint64_t)it->rows * it->mat[0]->k, 1.0f, i, err); break;
-        case MK_PACK_PARAM: synthetic_param(it, param + it->dst); break;
-        case MK_PACK_VALUES: memcpy(param + it->dst, it->values, it->n * sizeof *param); break;
-        }
-    }
-    if (!rc) rc = mk_gpu_upload_params(gpu, param, 0, p->info.param_floats, err);
-    if (!rc) rc = mk_synth_finish(err);
-    free(param);
-    return rc;
 }
 
 /* Packs into host memory, copies to the device, frees the host's copy. */
@@ -320,8 +279,9 @@ int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machin
     int rc = m->event_fd < 0 ? mk_fail(err, MK_E_SYSTEM, "eventfd: %s", strerror(errno)) : mk_gpu_probe(0, &info, err);
     mk_gpu_config gc = {.slots = cfg->slots, .context = cfg->context};
     inject(&gc);
+    if (!rc) rc = mk_ceiling_measure(0, &m->ceiling_gb_s, err);
     if (!rc) rc = mk_gpu_new(plan->prog, &gc, &g->gpu, err);
-    if (!rc) rc = ck ? upload(plan, ck, g->gpu, err) : synthesize(plan, g->gpu, err);
+    if (!rc) rc = ck ? upload(plan, ck, g->gpu, err) : mk_synthesize(plan, g->gpu, err);
     if (rc) {
         gpu_destroy(m);
         return rc;

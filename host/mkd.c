@@ -12,6 +12,7 @@
 #include "host/machine.h"
 #include "host/notify.h"
 #include "host/options.h"
+#include "host/preset.h"
 #include "host/streams.h"
 #include "host/version.h"
 #include "ipc/server.h"
@@ -81,7 +82,7 @@ static int serve(const mk_options *o, mk_engine *e, const char *name, mk_err *er
 {
     mk_streams *s = mk_streams_new(e);
     if (!s) return mk_fail(err, MK_E_SYSTEM, "out of memory");
-    mk_server_config cfg = {.dir = o->socket_dir, .build = mk_build(), .model = name, .log = server_log};
+    mk_server_config cfg = {.dir = o->socket_dir, .build = mk_build(), .model = name, .pin = (int)o->bench, .log = server_log};
     mk_server *v = mk_server_new(&cfg, e, s, err);
     int rc = v ? mk_engine_start(e, err) : err->code;
     if (rc == MK_OK) {
@@ -116,6 +117,7 @@ static int run(const mk_options *o, mk_err *err)
         if (rc) return rc;
     }
     mk_engine_config cfg = {.dir = o->model,
+                            .preset = o->preset[0] ? mk_preset_find(o->preset) : NULL,
                             .gpu = gpu,
                             .synthetic = (int)o->synthetic,
                             .workers = o->workers,
@@ -130,7 +132,7 @@ static int run(const mk_options *o, mk_err *err)
     rc = mk_engine_open(&cfg, &e, err);
     if (rc == MK_OK) {
         char name[256];
-        model_name(o->model, name, sizeof name);
+        model_name(o->preset[0] ? o->preset : o->model, name, sizeof name);
         const mk_model *m = mk_engine_model(e);
         for (uint32_t i = 0; i < m->n_skipped; i++)
             if (m->skipped_tensors[i]) mk_log(MK_LOG_INFO, "not used: %u tensors %s*", m->skipped_tensors[i], m->skipped[i]);

@@ -10,6 +10,7 @@
 
 #include "host/log.h"
 #include "host/model.h"
+#include "host/preset.h"
 
 enum opt_type { OPT_PATH, OPT_U32, OPT_COUNT64, OPT_BYTES, OPT_CHOICE, OPT_SECONDS, OPT_MODE, OPT_FILE };
 
@@ -30,7 +31,7 @@ typedef struct opt {
 
 #define AT(field) offsetof(mk_options, field)
 
-/* Every option there is. OPT_MODE and OPT_FILE are flags only; the others are also keys of the file. At most 16 of those. */
+/* Every option there is. OPT_MODE and OPT_FILE are flags only; the others are also keys of the file. At most 24 of those. */
 static const opt table[] = {
     {"model", "DIR", OPT_PATH, AT(model), "", 0, 0, {{0}}, "checkpoint directory (config.json, *.safetensors); required"},
     {"socket-dir", "DIR", OPT_PATH, AT(socket_dir), NULL, 0, 0, {{0}},
@@ -51,6 +52,10 @@ static const opt table[] = {
      {{"auto", MK_DEVICE_AUTO}, {"cpu", MK_DEVICE_CPU}, {"gpu", MK_DEVICE_GPU}}, "auto (a GPU if one can be used, else the CPU twin), cpu, gpu"},
     {"synthetic", "yes|no", OPT_CHOICE, AT(synthetic), "no", 0, 0, {{"no", 0}, {"yes", 1}},
      "random weights made on the GPU, to measure a full-size model: --model may then be a config.json alone"},
+    {"preset", "NAME", OPT_PATH, AT(preset), "", 0, 0, {{0}},
+     "instead of --model: a published configuration with synthetic weights, e.g. kimi-linear-48b (mkctl synth --help lists them); implies --bench yes"},
+    {"bench", "yes|no", OPT_CHOICE, AT(bench), "no", 0, 0, {{"no", 0}, {"yes", 1}},
+     "serve pinned streams (mkctl bench --ctx), which read cache pages that they never wrote"},
     {"flight-dir", "DIR", OPT_PATH, AT(flight_dir), "", 0, 0, {{0}},
      "where mkd-flight-<time>.json is written when the GPU's kernel hangs; default: the socket directory"},
     {"log-level", "LEVEL", OPT_CHOICE, AT(log_level), "info", 0, 0,
@@ -270,7 +275,14 @@ int mk_options_parse(mk_options *o, int argc, char **argv, mk_err *err)
     if (o->config[0]) rc = read_file(o, o->config, err);
     if (rc == MK_OK) rc = read_flags(o, argc, argv, false, err);
     if (rc) return rc;
-    if (!o->model[0] && o->mode != MK_MODE_PRINT_CONFIG)
+    const mk_preset *preset = o->preset[0] ? mk_preset_find(o->preset) : NULL;
+    if (o->preset[0]) {
+        if (!preset) return mk_fail(err, MK_E_USAGE, "--preset: no preset \"%.80s\", there are %s", o->preset, mk_preset_names());
+        if (o->model[0]) return mk_fail(err, MK_E_USAGE, "--preset and --model exclude each other");
+        if (o->weights == MK_WEIGHTS_AUTO) o->weights = preset->weights;
+        o->synthetic = o->bench = 1;
+    }
+    if (!o->model[0] && !preset && o->mode != MK_MODE_PRINT_CONFIG)
         return mk_fail(err, MK_E_USAGE, "no model: --model DIR names a checkpoint directory (mkd --help)");
     if (o->device == MK_DEVICE_GPU && o->act)
         return mk_fail(err, MK_E_USAGE, "--act f32 is for the CPU twin: it does not go with --device gpu");

@@ -7,6 +7,7 @@
 static const struct mk_command commands[] = {
     {"generate", "stream a generation", mkctl_generate},
     {"bench", "measure decoding; JSON to stdout or --out", mkctl_bench},
+    {"synth", "what a token of a full-size model costs, with synthetic weights", mkctl_synth},
     {"score", "bits per byte of a text under a byte-level model", mkctl_score},
     {"stats", "the daemon's statistics as JSON", mkctl_stats},
     {"ping", "round trip to the daemon", mkctl_ping},

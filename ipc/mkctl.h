@@ -18,6 +18,7 @@ struct mk_command {
 
 int mkctl_generate(int argc, char **argv);
 int mkctl_bench(int argc, char **argv);
+int mkctl_synth(int argc, char **argv);
 int mkctl_score(int argc, char **argv);
 int mkctl_stats(int argc, char **argv);
 int mkctl_ping(int argc, char **argv);

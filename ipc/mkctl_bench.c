@@ -1,9 +1,9 @@
-/* mkctl bench: the same generation again and again, alone on the daemon; figures as JSON. */
-#include "ipc/client.h"
+/* mkctl bench: figures as JSON, alone on the daemon. With --ctx: steps at pinned positions, one file for each context and number of rows (design.md section 11).
+ * Without: the same generation again and again, as a client sees it. */
 #include "ipc/mkctl.h"
+#include "ipc/mkctl_measure.h"
 
 #include <errno.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -78,9 +78,7 @@ static json_t *quantiles(double *v, size_t n)
 static json_t *report(const mk_client_info *a, sample *q, uint32_t n, uint32_t tokens, uint32_t repeat)
 {
     char date[32];
-    time_t t = time(NULL);
-    struct tm tm;
-    strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&t, &tm));
+    mk_measure_date(date);
     json_t *j = json_pack("{s:s, s:s, s:i, s:i, s:i, s:i, s:i}", "preset", a->model, "device", a->device, "ctx", (int)(n + tokens), "rows", 1,
                           "tokens", (int)tokens, "prompt_tokens", (int)n, "repeat", (int)repeat);
     if (!j) return NULL;
@@ -95,11 +93,120 @@ static json_t *report(const mk_client_info *a, sample *q, uint32_t n, uint32_t t
     return j;
 }
 
+/* ---- pinned positions ------------------------------------------------------------------------------------------------ */
+
+#define PROMPT 512u /* tokens whose processing is timed, at each position */
+
+/* One context and number of rows; the report or NULL. Clocks: of before and after, ownership stays. */
+static json_t *pinned_report(const mk_client_info *a, const mk_measured *m, const mk_pinned *q, mk_pinned_result *r, json_t *before, json_t *after,
+                             double baseline_ms)
+{
+    char date[32];
+    double sum = 0;
+    for (uint32_t i = 0; i < q->steps; i++) sum += r->step_ms[i];
+    double p50 = mkctl_quantile(r->step_ms, q->steps, 0.5), p99 = mkctl_quantile(r->step_ms, q->steps, 0.99);
+    double p999 = mkctl_quantile(r->step_ms, q->steps, 0.999), bytes = mk_bytes_step(&m->bytes, q->rows, q->context), rate = bytes / p50 * 1e-6;
+    mk_measure_date(date);
+    json_t *j = json_pack("{s:s, s:s, s:i, s:i, s:s, s:I, s:I}", "preset", a->model, "device", a->device, "ctx", (int)q->context, "rows", (int)q->rows,
+                          "dtype", m->dtype, "tokens", (json_int_t)q->steps * q->rows, "steps", (json_int_t)q->steps);
+    if (!j) return NULL;
+    json_object_set_new(j, "ms_per_token", json_pack("{s:f,s:f,s:f}", "p50", p50 / q->rows, "p99", p99 / q->rows, "p999", p999 / q->rows));
+    json_object_set_new(j, "ms_per_step", json_pack("{s:f,s:f,s:f}", "p50", p50, "p99", p99, "p999", p999));
+    json_object_set_new(j, "tok_s", json_real(q->steps * q->rows / sum * 1e3));
+    json_object_set_new(j, "bytes_per_token", json_real(bytes / q->rows)); /* the model's own */
+    json_object_set_new(j, "bytes_per_step", json_real(bytes));
+    json_object_set_new(j, "program_bytes_per_token", /* what this program reads at one row */
+                        q->rows == 1 ? json_real((double)m->program_bytes + (double)m->bytes.kv * q->context) : json_null());
+    json_object_set_new(j, "achieved_gb_s", json_real(rate));
+    json_object_set_new(j, "ceiling_gb_s", m->ceiling_gb_s > 0 ? json_real(m->ceiling_gb_s) : json_null());
+    json_object_set_new(j, "fraction", m->ceiling_gb_s > 0 ? json_real(rate / m->ceiling_gb_s) : json_null());
+    json_object_set_new(j, "launches", json_integer((json_int_t)m->launches));
+    json_object_set_new(j, "baseline_graph_ms", baseline_ms > 0 && q->rows == 1 ? json_real(baseline_ms) : json_null());
+    json_object_set_new(j, "prompt_tok_s", r->prompt_tok_s > 0 ? json_real(r->prompt_tok_s) : json_null()); /* client clock, 8 rows a step */
+    json_object_set_new(j, "clocks", json_pack("{s:O,s:O}", "before", before, "after", after));
+    json_object_set_new(j, "routing_seed", json_integer((json_int_t)q->seed));
+    json_object_set_new(j, "commit", json_string(a->build));
+    json_object_set_new(j, "date", json_string(date));
+    return j;
+}
+
+/* Measures every context with every number of rows; one line each on stdout, one file each in `out` (NULL: the JSON on stdout instead). */
+static int pinned(mk_client *c, const uint32_t *ctx, uint32_t n_ctx, const uint32_t *rows, uint32_t n_rows, uint32_t steps, uint64_t seed, const char *out,
+                  double baseline_ms, mk_err *err)
+{
+    const mk_client_info *a = mk_client_about(c);
+    mk_measured m;
+    int rc = mk_measure_about(c, &m, err);
+    json_t *before = mk_measure_clocks(), *after;
+    for (uint32_t i = 0; i < n_ctx * n_rows && !rc; i++) {
+        mk_pinned q = {.context = ctx[i / n_rows], .rows = rows[i % n_rows], .steps = steps, .seed = seed, .prompt = i % n_rows ? 0 : PROMPT};
+        mk_pinned_result r;
+        rc = mk_measure_pinned(c, &q, &r, err);
+        after = mk_measure_clocks();
+        if (!rc) rc = mk_measure_about(c, &m, err); /* launches: as of now */
+        json_t *j = rc ? NULL : pinned_report(a, &m, &q, &r, before, after, baseline_ms);
+        if (!rc && !j) rc = mk_fail(err, MK_E_SYSTEM, "out of memory");
+        if (!rc && out) {
+            char path[4096];
+            snprintf(path, sizeof path, "%.3000s/%.255s-ctx%u-rows%u.json", out, a->model, q.context, q.rows);
+            if (json_dump_file(j, path, JSON_INDENT(2) | JSON_REAL_PRECISION(9))) rc = mk_fail(err, MK_E_SYSTEM, "%s: %s", path, strerror(errno));
+            printf("%-22s ctx %-6u rows %u  step p50 %8.4f  p99 %8.4f  p99.9 %8.4f ms  %8.1f tok/s", a->model, q.context, q.rows,
+                   json_number_value(json_object_get(json_object_get(j, "ms_per_step"), "p50")),
+                   json_number_value(json_object_get(json_object_get(j, "ms_per_step"), "p99")),
+                   json_number_value(json_object_get(json_object_get(j, "ms_per_step"), "p999")), json_number_value(json_object_get(j, "tok_s")));
+            if (m.ceiling_gb_s > 0) printf("  %5.1f %% of %.0f GB/s", 100 * json_number_value(json_object_get(j, "fraction")), m.ceiling_gb_s);
+            if (r.prompt_tok_s > 0) printf("  prompt %.0f tok/s", r.prompt_tok_s);
+            putchar('\n');
+            fflush(stdout);
+        } else if (!rc) {
+            json_dumpf(j, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
+            putchar('\n');
+        }
+        json_decref(j);
+        json_decref(before);
+        before = after;
+        free(r.step_ms);
+    }
+    json_decref(before);
+    return rc;
+}
+
+static int bench_pinned(const char *dir, const char *ctx_text, const char *rows_text, uint32_t steps, uint64_t seed, const char *out, double baseline_ms)
+{
+    mk_err err = {0};
+    uint32_t *ctx = NULL, *rows = NULL, n_ctx = 0, n_rows = 0;
+    mk_client *c = NULL;
+    int rc = mkctl_parse_ids(ctx_text, &ctx, &n_ctx, &err);
+    if (!rc) rc = mkctl_parse_ids(rows_text, &rows, &n_rows, &err);
+    for (uint32_t i = 0; i < n_ctx && !rc; i++)
+        if (!ctx[i] || ctx[i] > 1u << 27) rc = mk_fail(&err, MK_E_USAGE, "--ctx: expected contexts of 1 to %u, found %u", 1u << 27, ctx[i]);
+    for (uint32_t i = 0; i < n_rows && !rc; i++)
+        if (!rows[i] || rows[i] > 8) rc = mk_fail(&err, MK_E_USAGE, "--rows: expected 1 to 8, found %u", rows[i]);
+    if (!rc && !n_ctx) rc = mk_fail(&err, MK_E_USAGE, "--ctx: expected a context");
+    if (!rc && !n_rows) rc = mk_fail(&err, MK_E_USAGE, "--rows: expected a number of rows");
+    if (!rc && (steps < 2 || steps > 10000000)) rc = mk_fail(&err, MK_E_USAGE, "--steps: expected 2 to 10000000, found %u", steps);
+    if (!rc && !(c = mk_client_new(dir, "mkctl bench", 5000, &err))) rc = err.code;
+    if (!rc) rc = pinned(c, ctx, n_ctx, rows, n_rows, steps, seed, out, baseline_ms, &err);
+    mk_client_destroy(&c);
+    free(ctx);
+    free(rows);
+    return rc ? mkctl_failed("bench", &err) : MK_OK;
+}
+
 int mkctl_bench(int argc, char **argv)
 {
-    const char *dir = mkctl_default_dir(), *out = NULL;
+    const char *dir = mkctl_default_dir(), *out = NULL, *ctx = NULL, *rows = "1", *out_dir = NULL;
+    uint32_t steps = 2000;
+    uint64_t seed = 1;
+    double baseline_ms = 0;
     uint32_t tokens = 256, n = 32, repeat = 5, warmup = 1;
     const mkctl_flag flag[] = {{"--socket-dir", MKCTL_TEXT, &dir, "the daemon's sockets"},
+                               {"--ctx", MKCTL_TEXT, &ctx, "pinned positions: contexts, e.g. 512,2048 (needs mkd --bench yes); without it a generation as a client sees it:"},
+                               {"--rows", MKCTL_TEXT, &rows, "with --ctx: tokens of one stream in a step, e.g. 1,2,4,8"},
+                               {"--steps", MKCTL_U32, &steps, "with --ctx: steps to measure"},
+                               {"--seed", MKCTL_U64, &seed, "with --ctx: of the random token ids, and so of the experts' routes"},
+                               {"--out-dir", MKCTL_TEXT, &out_dir, "with --ctx: write MODEL-ctxN-rowsR.json there and a line each to stdout"},
+                               {"--baseline-ms", MKCTL_REAL, &baseline_ms, "with --ctx: the CUDA graph's time of the same run (profiles/baseline), noted in the JSON"},
                                {"--tokens", MKCTL_U32, &tokens, "tokens to generate"},
                                {"--prompt", MKCTL_U32, &n, "tokens of the prompt"},
                                {"--repeat", MKCTL_U32, &repeat, "repetitions"},
@@ -107,6 +214,7 @@ int mkctl_bench(int argc, char **argv)
                                {"--out", MKCTL_TEXT, &out, "write the JSON to this file too"}};
     int rc = mkctl_flags(argc, argv, flag, sizeof flag / sizeof flag[0], NULL, 0, NULL);
     if (rc) return rc < 0 ? MK_OK : rc;
+    if (ctx) return bench_pinned(dir, ctx, rows, steps, seed, out_dir, baseline_ms);
     if (tokens < 2 || tokens > 10000000) return mkctl_usage("bench: --tokens: expected 2 to 10000000, found %u", tokens);
     if (!n || n > 10000000) return mkctl_usage("bench: --prompt: expected 1 to 10000000, found %u", n);
     if (!repeat || repeat > 100000 || (uint64_t)repeat * tokens > 100000000)

@@ -144,7 +144,7 @@ int mkctl_parse_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err)
     for (char *p = copy ? strtok_r(copy, ", ", &save) : NULL; p && !rc; p = strtok_r(NULL, ", ", &save)) {
         uint64_t u;
         if (!number(p, UINT32_MAX, &u))
-            rc = mk_fail(err, MK_E_USAGE, "expected token ids like 1,2,3, found \"%s\"", p);
+            rc = mk_fail(err, MK_E_USAGE, "expected whole numbers like 1,2,3, found \"%s\"", p);
         else
             out[k++] = (uint32_t)u;
     }

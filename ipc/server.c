@@ -292,7 +292,9 @@ static void flush_all(mk_server *v)
 static char *statistics(mk_server *v)
 {
     mk_streams_stats st;
+    mk_engine_figures f;
     mk_streams_get_stats(v->s, &st);
+    mk_engine_get_figures(v->e, &f);
     json_t *j = json_pack(
         "{s:i, s:s, s:s, s:s, s:f, s:b, s:I, s:{s:I,s:I}, s:{s:I,s:I}, s:{s:I,s:I,s:I,s:I,s:I}, s:{s:I,s:I}, s:I, s:{s:f,s:f,s:f},"
         " s:{s:I,s:I,s:I,s:I,s:I}}",
@@ -305,6 +307,14 @@ static char *statistics(mk_server *v)
         "per_second", "appended", v->rate_appended, "generated", v->rate_generated, "steps", v->rate_steps, "wire", "frames",
         (json_int_t)v->frames, "bad_frames", (json_int_t)v->bad_frames, "errors_sent", (json_int_t)v->errors, "clients_dropped",
         (json_int_t)v->dropped, "overruns", (json_int_t)v->overruns);
+    json_t *b = json_pack("{s:I,s:I,s:I,s:I,s:I,s:I,s:I}", "weights", (json_int_t)f.bytes.weights, "experts", (json_int_t)f.bytes.experts, "topk",
+                          (json_int_t)f.bytes.topk, "n_experts", (json_int_t)f.bytes.n_experts, "state", (json_int_t)f.bytes.state, "kv",
+                          (json_int_t)f.bytes.kv, "program", (json_int_t)f.program_bytes);
+    if (json_object_set_new(j, "bytes", b) || json_object_set_new(j, "dtype", json_string(f.dtype)) ||
+        json_object_set_new(j, "ceiling_gb_s", json_real(f.ceiling_gb_s)) || json_object_set_new(j, "launches", json_integer((json_int_t)f.launches))) {
+        json_decref(j);
+        j = NULL;
+    }
     char *text = j ? json_dumps(j, JSON_COMPACT | JSON_REAL_PRECISION(9)) : NULL;
     json_decref(j);
     return text;

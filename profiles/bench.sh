@@ -1,33 +1,58 @@
 #!/bin/bash
-# make bench: decoding speed through the daemon, on the GPU if there is one: the small checkpoint, and on a GPU full-size models with synthetic
-# weights. Builds nothing. JSON goes to $OUT (default: profiles/results). BENCH="name ..." chooses from tests/fixtures/configs.
+# make bench: decoding speed through the daemon. On a GPU: the presets (full-size models, synthetic weights) at pinned positions, and the small checkpoint; without
+# one: the small checkpoint on the twin. Builds nothing; JSON goes to $OUT (default: profiles/results), plots of it to $OUT/plots.
+#   PRESETS="kimi-linear-48b ..."  which presets (default: all)
+#   SHORT=1                        context 2,048 and one row only: two or three presets in three minutes; without it everything in ten
+#   CTX, ROWS, STEPS               what to measure, overriding both
 cd "$(dirname "$0")/.." || exit 2
 BUILD=${BUILD:-build}
 OUT=${OUT:-profiles/results}
+CTX=${CTX:-$([ -n "${SHORT:-}" ] && echo 2048 || echo 512,2048,32768)}
+ROWS=${ROWS:-$([ -n "${SHORT:-}" ] && echo 1 || echo 1,2,4,8)}
+STEPS=${STEPS:-2000}
 [ -x "$BUILD/mkd" ] || { echo "bench: $BUILD/mkd is not there: make all" >&2; exit 2; }
 dir=$(mktemp -d)
 trap 'kill -9 $pid 2>/dev/null; rm -rf "$dir"' EXIT
+bad=0
 
-run() { # name, mkd's flags...; then: prompt and tokens in $prompt, $tokens
-    local name=$1
-    "$BUILD/mkd" --socket-dir "$dir" --streams 1 --log-level warn "${@:2}" >"$dir/out" 2>"$dir/err" &
+start() { # mkd's flags...
+    "$BUILD/mkd" --socket-dir "$dir" --streams 1 --log-level warn "$@" >"$dir/out" 2>"$dir/err" &
     pid=$!
     for ((i = 0; i < 1200; i++)); do
-        grep -q '^mkd ready' "$dir/out" && break
-        kill -0 $pid 2>/dev/null || { cat "$dir/err" >&2; return 1; }
+        grep -q '^mkd ready' "$dir/out" && return 0
+        kill -0 $pid 2>/dev/null || break
         sleep 0.1
     done
-    "$BUILD/mkctl" bench --socket-dir "$dir" --prompt "$prompt" --tokens "$tokens" --repeat 3 --warmup 1 --out "$OUT/$name.json" >/dev/null || return 1
-    kill -TERM $pid && wait $pid || return 1
-    printf '%-32s %s tok/s\n' "$name" "$(sed -n 's/.*"tok_s": \([0-9.]*\).*/\1/p' "$OUT/$name.json")"
+    cat "$dir/err" >&2
+    return 1
+}
+stop() { kill -TERM $pid && wait $pid; }
+
+growing() { # name prompt tokens mkd's flags...: a generation as a client sees it
+    start "${@:4}" || return 1
+    "$BUILD/mkctl" bench --socket-dir "$dir" --prompt "$2" --tokens "$3" --repeat 3 --warmup 1 --out "$OUT/$1.json" >/dev/null || return 1
+    stop || return 1
+    printf '%-22s %s tok/s\n' "$1" "$(sed -n 's/.*"tok_s": \([0-9.]*\).*/\1/p' "$OUT/$1.json")"
 }
 
+preset() { # name
+    local base=()
+    if [ -x "$BUILD/profiles/baseline" ]; then
+        "$BUILD/profiles/baseline" --preset "$1" --ctx 2048 --out "$OUT/$1-baseline.json" && base=(--baseline "$OUT/$1-baseline.json")
+    fi
+    start --device gpu --preset "$1" --context 32832 || return 1
+    "$BUILD/mkctl" bench --socket-dir "$dir" --ctx "$CTX" --rows "$ROWS" --steps "$STEPS" --out-dir "$OUT" "${base[@]}" || return 1
+    stop
+}
+
+mkdir -p "$OUT"
 if [ -e /dev/nvidiactl ]; then
-    prompt=256 tokens=1000 run gpu-english --device gpu --context 4096 --model tests/english/checkpoint || exit 1
-    for m in ${BENCH:-kimi-linear-48b-a3b moonlight-16b-a3b}; do
-        prompt=2048 tokens=1000 run "synth-$m-fp8" --device gpu --synthetic yes --weights fp8 --context 4096 \
-            --model "tests/fixtures/configs/$m/config.json" || exit 1
+    for p in ${PRESETS:-kimi-linear-48b moonlight-16b glm-4.7-flash qwen3-coder-next-80b qwen3.6-35b-a3b llama-3.2-1b}; do
+        preset "$p" || { echo "bench: $p failed" >&2; bad=1; kill -9 $pid 2>/dev/null; }
     done
+    [ -n "${SHORT:-}" ] || growing gpu-english 256 1000 --device gpu --context 4096 --model tests/english/checkpoint || bad=1
 else
-    prompt=256 tokens=500 run twin-english --device cpu --model tests/english/checkpoint
+    growing twin-english 256 500 --device cpu --model tests/english/checkpoint || bad=1
 fi
+python3 profiles/plot.py "$OUT" || bad=1
+exit $bad

@@ -391,7 +391,7 @@ static void test_mkctl(void **state)
     WRONG(MK_E_USAGE, "mkctl: generate: --logprobs takes no value", mkctl_generate, "generate", "--logprobs=1");
     WRONG(MK_E_USAGE, "mkctl: generate: unexpected argument \"prompt\"", mkctl_generate, "generate", "prompt");
     WRONG(MK_E_USAGE, "either --ids or --bytes", mkctl_generate, "generate");
-    WRONG(MK_E_USAGE, "expected token ids like 1,2,3, found \"x\"", mkctl_generate, "generate", "--ids", "1,x");
+    WRONG(MK_E_USAGE, "expected whole numbers like 1,2,3, found \"x\"", mkctl_generate, "generate", "--ids", "1,x");
     WRONG(MK_E_USAGE, "the prompt is empty", mkctl_generate, "generate", "--ids", "");
     WRONG(MK_E_CLOSED, "no mkd listens there", mkctl_generate, "generate", "--socket-dir", "/nowhere", "--ids", "1");
     WRONG(MK_E_WIRE, "mkctl generate: APPEND: token id 1234 (the 0-th) is outside", mkctl_generate, "generate", "--socket-dir", r->dir,
