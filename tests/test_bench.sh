@@ -19,7 +19,7 @@ refused() { # CODE TEXT command...
     return 1
 }
 start() {
-    "$MKD" --model tests/oracle/kimi_linear --socket-dir "$T/run" --context 1024 --streams 2 --device cpu "$@" >"$T/ready" 2>"$T/mkd.err" </dev/null &
+    "$MKD" --model tests/oracle/kimi_linear --socket-dir "$T/run" --context 4096 --streams 2 --device cpu "$@" >"$T/ready" 2>"$T/mkd.err" </dev/null &
     PID=$!
     for ((i = 0; i < 1200; i++)); do
         grep -q '^mkd ready' "$T/ready" && return 0
@@ -35,12 +35,12 @@ check "a daemon without --bench starts" start
 check "it refuses pinned streams" refused 2 "start it with --bench yes" "$MKCTL" bench --socket-dir "$T/run" --ctx 64 --steps 4
 check "it stops" stop
 check "a daemon with --bench starts" start --bench yes
-check "bench at pinned positions" "$MKCTL" bench --socket-dir "$T/run" --ctx 64,700 --rows 1,4 --steps 40 --seed 7 --out-dir "$T"
+check "bench at pinned positions" "$MKCTL" bench --socket-dir "$T/run" --ctx 64,2048 --rows 1,4 --steps 40 --seed 7 --out-dir "$T"
 fields() {
     python3 - "$T" <<'PY'
 import json, math, sys
 kv = {}
-for ctx in 64, 700:
+for ctx in 64, 2048:
     for rows in 1, 4:
         j = json.load(open(f"{sys.argv[1]}/kimi_linear-ctx{ctx}-rows{rows}.json"))
         need = ("preset device ctx rows dtype tokens ms_per_token tok_s bytes_per_token achieved_gb_s ceiling_gb_s fraction launches baseline_graph_ms "
@@ -53,14 +53,15 @@ for ctx in 64, 700:
         assert (j["prompt_tok_s"] is not None) == (rows == 1)
         kv[ctx, rows] = j["bytes_per_token"] * rows
 # one MLA layer of 512 + 64 bf16 values a token; four rows choose more experts than one
-assert kv[700, 1] - kv[64, 1] == 636 * 576 * 2, kv
+assert kv[2048, 1] - kv[64, 1] == 1984 * 576 * 2, kv
 assert kv[64, 4] > kv[64, 1] * 1.01
 PY
 }
 check "its reports" fields
+check "plots of them" eval 'python3 profiles/plot.py "$T" && python3 -c "import sys, xml.dom.minidom as x; x.parse(sys.argv[1])" "$T/plots/rows.svg"'
 check "one report on stdout" eval '"$MKCTL" bench --socket-dir "$T/run" --ctx 8 --steps 4 | python3 -c "import json, sys; assert json.load(sys.stdin)[\"ctx\"] == 8"'
 check "rows out of range" refused 2 "--rows: expected 1 to 8, found 9" "$MKCTL" bench --socket-dir "$T/run" --ctx 8 --rows 9
-check "context over the daemon's" refused 8 "the limit of a stream is 1024" "$MKCTL" bench --socket-dir "$T/run" --ctx 2000 --steps 4
+check "context over the daemon's" refused 8 "the limit of a stream is 4096" "$MKCTL" bench --socket-dir "$T/run" --ctx 8000 --steps 4
 check "synth on a running daemon" eval '"$MKCTL" synth --socket-dir "$T/run" --tokens 30 --ctx 300 | grep -q "^30 tokens at context 300: .* ms a token"'
 check "ordinary streams beside it" eval '"$MKCTL" generate --socket-dir "$T/run" --ids 512,1,2,3 --temperature 0 --stop "" --max-new 8 >"$T/gen" 2>&1'
 check "it stops" stop
