@@ -15,7 +15,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -226,23 +225,19 @@ static void gpu_destroy(mk_machine *m)
     free(g);
 }
 
-/* Packs into host memory, copies to the device, frees the host's copy. */
+/* Raw tensors to the device, packed there; the parameters by the CPU. */
 static int upload(const mk_plan *plan, const mk_checkpoint *ck, mk_gpu *gpu, mk_err *err)
 {
-    const mk_program_info *i = &plan->prog->info;
-    uint64_t size[4] = {i->tape_bytes, i->expert_bytes, i->embed_bytes, i->param_floats * 4};
-    void *p[4];
-    int rc = MK_OK;
-    for (int k = 0; k < 4; k++) {
-        p[k] = mmap(NULL, size[k] + 64, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (p[k] == MAP_FAILED && !rc)
-            rc = mk_fail(err, MK_E_CAPACITY, "no host memory to pack %llu bytes of weights", (unsigned long long)size[k]);
-    }
-    mk_memory mem = {.tape = p[0], .expert = p[1], .embed = p[2], .param = p[3]};
-    if (!rc) rc = mk_pack(plan, ck, &mem, err);
-    if (!rc) rc = mk_gpu_upload(gpu, &mem, err);
-    for (int k = 0; k < 4; k++)
-        if (p[k] != MAP_FAILED) munmap(p[k], size[k] + 64);
+    uint64_t n = plan->prog->info.param_floats, bytes = 0;
+    double seconds = 0;
+    mk_memory d = {0};
+    mk_gpu_weights(gpu, &d);
+    float *param = calloc(n + 1, sizeof *param);
+    int rc = param ? mk_pack_params(plan, ck, param, err) : mk_fail(err, MK_E_CAPACITY, "out of memory");
+    if (!rc) rc = mk_gpu_upload_params(gpu, param, 0, n, err);
+    if (!rc) rc = mk_pack_gpu(plan, ck, &d, &seconds, &bytes, err);
+    if (!rc) mk_log(MK_LOG_INFO, "weights: %.2f GB of tensors packed on the GPU in %.2f s", (double)bytes * 1e-9, seconds);
+    free(param);
     return rc;
 }
 

@@ -5,6 +5,7 @@
 #define MK_MODEL_H
 
 #include "host/err.h"
+#include "host/formats.h"
 #include "instructions/isa.h"
 
 #define MK_NAME 160
@@ -13,17 +14,6 @@ enum mk_weights_mode {
     MK_WEIGHTS_AUTO = 0, /* as stored: FP8 stays FP8, BF16 stays BF16; F16 and F32 become BF16 only where that is exact */
     MK_WEIGHTS_FP8,      /* everything models.md section 4 does not keep in BF16 becomes FP8 blocks */
     MK_WEIGHTS_BF16,     /* everything becomes BF16 (FP8 is dequantised, F32 rounded: said once in the log) */
-};
-
-/* How rows of a matrix map to rows of its tensor. */
-enum mk_source {
-    MK_SRC_NONE = 0,  /* the matrix does not exist in this model */
-    MK_SRC_PLAIN,     /* row i = tensor row i */
-    MK_SRC_HEAD_ROWS, /* row h*head_n + i = tensor row h*head_stride + head_off + i */
-    MK_SRC_HEAD_T,    /* transposed per head: row h*cols + i, column j = tensor row h*head_stride + head_off + j, column i, where
-                         cols = the tensor's columns and head_n = this matrix's k */
-    MK_SRC_STACKED,   /* tensor [experts, head_stride, k]: row i of expert e = its row head_off + i. mk_model_resolve turns a PLAIN matrix
-                         into this where the checkpoint has one tensor for all experts */
 };
 
 /* An n x k matrix used as y = W x. */

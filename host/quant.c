@@ -10,38 +10,17 @@
 
 /* ---- formats -------------------------------------------------------------------------------------------------------- */
 
-/* e4m3fn without its NaN: no branches, so that loops vectorise. */
-static inline float fp8_finite(uint8_t b)
-{
-    uint32_t em = (uint32_t)(b & 0x7fu) << 20;
-    uint32_t sub = mk_f32_bits(mk_bits_f32(em + (121u << 23)) - mk_bits_f32(121u << 23)); /* exponent 0: m/8 * 2^-6 */
-    uint32_t norm = em + (120u << 23);
-    return mk_bits_f32(mk_select((int32_t)em < (1 << 23), sub, norm) | (uint32_t)(b & 0x80u) << 24);
-}
-
-/* |v| <= 448 after saturation; v is no NaN. */
-static inline uint8_t to_fp8_finite(float v)
-{
-    uint32_t u = mk_f32_bits(v);
-    int32_t a = (int32_t)(u & 0x7fffffffu); /* signed: SSE2 has no unsigned comparison */
-    a = a > 0x43e00000 ? 0x43e00000 : a;    /* 448 */
-    int32_t norm = ((a + 0x7ffff + ((a >> 20) & 1)) >> 20) - (120 << 3);
-    /* 2^14 + |v|: the last bit of the sum is worth 2^-9, as that of a subnormal. */
-    int32_t sub = (int32_t)mk_f32_bits(mk_bits_f32((uint32_t)a) + 16384.0f) - 0x46800000;
-    return (uint8_t)(mk_select(a < 0x3c800000, (uint32_t)sub, (uint32_t)norm) | (u >> 24 & 0x80u)); /* below 2^-6 */
-}
-
 float mk_fp8_to_f32(uint8_t b)
 {
-    return (b & 0x7f) == 0x7f ? mk_bits_f32(0x7fc00000u) : fp8_finite(b);
+    return (b & 0x7f) == 0x7f ? mk_bits_f32(0x7fc00000u) : mk_fp8_finite(b);
 }
 
 uint8_t mk_f32_to_fp8(float v)
 {
-    return v != v ? 0x7f : to_fp8_finite(v);
+    return v != v ? 0x7f : mk_to_fp8_finite(v);
 }
 
-static size_t dtype_bytes(enum mk_st_dtype d)
+size_t mk_dtype_bytes(enum mk_st_dtype d)
 {
     switch (d) {
     case MK_ST_F32: return 4;
@@ -56,7 +35,7 @@ static size_t dtype_bytes(enum mk_st_dtype d)
 /* restrict: bytes may alias anything, and the loops would not vectorise. */
 static void encode_fp8(const float *restrict x, float scale, size_t n, uint8_t *restrict q)
 {
-    for (size_t i = 0; i < n; i++) q[i] = to_fp8_finite(x[i] / scale);
+    for (size_t i = 0; i < n; i++) q[i] = mk_to_fp8_finite(x[i] / scale);
 }
 
 static void max_abs(const float *restrict x, size_t n, float *restrict top)
@@ -76,7 +55,7 @@ static void to_f32(enum mk_st_dtype d, const unsigned char *restrict p, size_t n
     case MK_ST_BF16:
         for (size_t i = 0; i < n; i++) {
             memcpy(&h, p + 2 * i, 2);
-            x[i] = mk_bf16_to_f32(h);
+            x[i] = mk_widen_bf16(h);
         }
         break;
     case MK_ST_F16:
@@ -86,7 +65,7 @@ static void to_f32(enum mk_st_dtype d, const unsigned char *restrict p, size_t n
         }
         break;
     case MK_ST_F8_E4M3:
-        for (size_t i = 0; i < n; i++) x[i] = fp8_finite(p[i]);
+        for (size_t i = 0; i < n; i++) x[i] = mk_fp8_finite(p[i]);
         break;
     case MK_ST_F8_E8M0:
         for (size_t i = 0; i < n; i++) x[i] = mk_e8m0_to_f32(p[i]);
@@ -156,20 +135,16 @@ const mk_tensor *mk_scale_tensor(const mk_checkpoint *ck, const mk_tensor *t, mk
     return s;
 }
 
-/* Row i of the matrix: row *r of the tensor from its first column on; MK_SRC_HEAD_T: column *c from row *r on. */
+mk_rows mk_mat_rows(const mk_mat *mat, uint64_t cols)
+{
+    return (mk_rows){.source = mat->source, .scale_k = mat->scale_k, .k = mat->k, .cols = (uint32_t)cols, .head_n = mat->head_n,
+                     .head_off = mat->head_off, .head_stride = mat->head_stride};
+}
+
 static void source_row(const mk_mat *mat, uint64_t cols, uint64_t i, uint64_t *r, uint64_t *c)
 {
-    *c = 0;
-    if (mat->source == MK_SRC_STACKED) {
-        *r = mat->head_off + i; /* within the expert: view.base */
-    } else if (mat->source == MK_SRC_HEAD_ROWS) {
-        *r = i / mat->head_n * mat->head_stride + mat->head_off + i % mat->head_n;
-    } else if (mat->source == MK_SRC_HEAD_T) {
-        *r = i / cols * mat->head_stride + mat->head_off;
-        *c = i % cols;
-    } else {
-        *r = i;
-    }
+    mk_rows m = mk_mat_rows(mat, cols);
+    mk_rows_at(&m, i, r, c);
 }
 
 uint32_t mk_mat_scale_row(const mk_mat *mat, uint32_t row)
@@ -181,26 +156,8 @@ uint32_t mk_mat_scale_row(const mk_mat *mat, uint32_t row)
 
 int mk_mat_block(const mk_mat *mat, uint64_t cols, uint64_t row0, uint64_t rows, uint32_t cb, uint32_t *trb, uint32_t *tcb)
 {
-    uint64_t k0 = (uint64_t)cb * mat->scale_k, k1 = k0 + mat->scale_k < mat->k ? k0 + mat->scale_k : mat->k;
-    for (uint64_t i = row0; i < row0 + rows; i++) {
-        uint64_t r, c, r1, c1;
-        source_row(mat, cols, i, &r, &c);
-        if (mat->source == MK_SRC_HEAD_T) {
-            r1 = r + k1 - 1;
-            r += k0;
-            c1 = c;
-        } else {
-            r1 = r;
-            c = k0;
-            c1 = k1 - 1;
-        }
-        if (i == row0) {
-            *trb = (uint32_t)(r / BLOCK);
-            *tcb = (uint32_t)(c / BLOCK);
-        }
-        if (r / BLOCK != *trb || r1 / BLOCK != *trb || c / BLOCK != *tcb || c1 / BLOCK != *tcb) return 0;
-    }
-    return 1;
+    mk_rows m = mk_mat_rows(mat, cols);
+    return mk_rows_block(&m, row0, rows, cb, trb, tcb);
 }
 
 /* ---- rows ----------------------------------------------------------------------------------------------------------- */
@@ -254,8 +211,8 @@ static const unsigned char *row_raw(const view *v, uint64_t i)
 static int scale_at(const view *v, uint64_t rb, uint64_t cb, float *scale)
 {
     uint64_t i = rb * v->s->shape[1] + cb;
-    to_f32(v->s->dtype, (const unsigned char *)v->s->data + i * dtype_bytes(v->s->dtype), 1, scale);
-    if (*scale > 0 && *scale <= 3.4028235e38f / 448) return MK_OK; /* so that scale * 448 is finite */
+    to_f32(v->s->dtype, (const unsigned char *)v->s->data + i * mk_dtype_bytes(v->s->dtype), 1, scale);
+    if (mk_fp8_scale_good(*scale)) return MK_OK;
     return mk_fail(v->err, MK_E_MODEL, "%s: tensor %s, row %llu, column %llu: scale %g, expected a finite positive number", v->s->file, v->s->name,
                    (unsigned long long)rb, (unsigned long long)cb, (double)*scale);
 }
@@ -301,7 +258,7 @@ static int fetch_bf16(const view *v, uint64_t row0, uint64_t rows, uint16_t *dst
         uint32_t lost = 0, over = 0;
         for (size_t j = 0; j < k; j++) {
             lost |= mk_f32_bits(v->x[j]) & 0xffffu;
-            dst[j] = mk_f32_to_bf16(v->x[j]);
+            dst[j] = mk_narrow_bf16(v->x[j]);
             over |= (dst[j] & 0x7f80u) == 0x7f80u;
         }
         for (size_t j = 0; v->mat->exact && lost && j < k; j++)
@@ -356,9 +313,7 @@ static int block_row_scales(const view *v, uint32_t rb, uint32_t nkb, _Atomic ui
         size_t j = (size_t)cb * mat->scale_k, end = j + mat->scale_k < k ? j + mat->scale_k : k;
         float amax = 0;
         for (; j < end; j++) amax = top[j] > amax ? top[j] : amax;
-        float scale = amax > 0 ? amax / 448.0f : 1.0f;
-        if (scale < 1.17549435e-38f) scale = 1.17549435e-38f; /* the smallest normal number */
-        atomic_store_explicit(&known[cb], mk_f32_bits(scale), cb + 1 == nkb ? memory_order_release : memory_order_relaxed);
+        atomic_store_explicit(&known[cb], mk_f32_bits(mk_fp8_block_scale(amax)), cb + 1 == nkb ? memory_order_release : memory_order_relaxed);
     }
     free(top);
     return rc;
@@ -398,7 +353,7 @@ static int quantise(const view *v, const mk_checkpoint *ck, uint64_t row0, uint6
 static int check_source(const mk_mat *mat, const mk_tensor *t, uint32_t expert, mk_err *err)
 {
     uint32_t stacked = mat->source == MK_SRC_STACKED;
-    int ok = t->ndim == 2 + stacked && mat->n && mat->k && (mat->scale_k == 128 || mat->scale_k == 64), known = dtype_bytes(t->dtype) != 0;
+    int ok = t->ndim == 2 + stacked && mat->n && mat->k && (mat->scale_k == 128 || mat->scale_k == 64), known = mk_dtype_bytes(t->dtype) != 0;
     if (ok && mat->source == MK_SRC_PLAIN) {
         ok = t->shape[0] == mat->n && t->shape[1] == mat->k;
     } else if (ok && stacked) {
@@ -416,30 +371,37 @@ static int check_source(const mk_mat *mat, const mk_tensor *t, uint32_t expert, 
                    ok ? "unsupported dtype, expected BF16, F16, F32 or F8_E4M3" : "its shape does not fit the matrix");
 }
 
-int mk_mat_fetch(const mk_checkpoint *ck, const mk_mat *mat, uint32_t expert, uint32_t row0, uint32_t rows, void *dst, float *scales,
-                 mk_err *err)
+int mk_mat_source(const mk_checkpoint *ck, const mk_mat *mat, uint32_t expert, const mk_tensor **t, const mk_tensor **scales, mk_err *err)
 {
     char name[MK_NAME + 16];
     mk_expert_name(name, mat->tensor, expert);
-    const mk_tensor *t = mk_checkpoint_find(ck, name);
-    if (!t) return mk_fail(err, MK_E_MODEL, "tensor %s is missing", name);
-    int rc = check_source(mat, t, expert, err);
+    *scales = NULL;
+    if (!(*t = mk_checkpoint_find(ck, name))) return mk_fail(err, MK_E_MODEL, "tensor %s is missing", name);
+    int rc = check_source(mat, *t, expert, err);
+    if (!rc && (*t)->dtype == MK_ST_F8_E4M3 && !(*scales = mk_scale_tensor(ck, *t, err))) rc = err ? err->code : MK_E_MODEL;
+    return rc;
+}
+
+int mk_mat_fetch(const mk_checkpoint *ck, const mk_mat *mat, uint32_t expert, uint32_t row0, uint32_t rows, void *dst, float *scales,
+                 mk_err *err)
+{
+    const mk_tensor *t, *s;
+    int rc = mk_mat_source(ck, mat, expert, &t, &s, err);
     if (rc) return rc;
     if (row0 > mat->n || rows > mat->n - row0)
-        return mk_fail(err, MK_E_BUG, "tensor %s: rows [%u, %u + %u) of %u asked for", name, row0, row0, rows, mat->n);
+        return mk_fail(err, MK_E_BUG, "tensor %s: rows [%u, %u + %u) of %u asked for", t->name, row0, row0, rows, mat->n);
     if (!rows) return MK_OK;
-    view v = {.mat = mat, .t = t, .base = t->data, .cols = t->shape[t->ndim - 1], .size = dtype_bytes(t->dtype), .err = err};
+    view v = {.mat = mat, .t = t, .s = s, .base = t->data, .cols = t->shape[t->ndim - 1], .size = mk_dtype_bytes(t->dtype), .err = err};
     if (mat->source == MK_SRC_STACKED) {
         v.expert = expert;
         v.base += (uint64_t)expert * t->shape[1] * v.cols * v.size;
     }
-    if (t->dtype == MK_ST_F8_E4M3 && !(v.s = mk_scale_tensor(ck, t, err))) return err ? err->code : MK_E_MODEL;
     if (!(v.raw = malloc((size_t)mat->k * 8))) return mk_fail(err, MK_E_SYSTEM, "out of memory");
     v.x = (float *)(void *)(v.raw + (size_t)mat->k * 4);
     if (mat->wtype == MK_W_BF16)
         rc = fetch_bf16(&v, row0, rows, dst);
     else if (mat->wtype != MK_W_FP8)
-        rc = mk_fail(err, MK_E_BUG, "tensor %s: weight type %u", name, mat->wtype);
+        rc = mk_fail(err, MK_E_BUG, "tensor %s: weight type %u", t->name, mat->wtype);
     else if (v.s)
         rc = fetch_fp8(&v, row0, rows, dst, scales);
     else
@@ -454,7 +416,7 @@ int mk_par_fetch(const mk_checkpoint *ck, const mk_par *par, float *dst, mk_err 
     if (!t) return mk_fail(err, MK_E_MODEL, "tensor %s is missing", par->tensor);
     if (t->dtype != MK_ST_F32 && t->dtype != MK_ST_F16 && t->dtype != MK_ST_BF16)
         return mk_fail(err, MK_E_MODEL, "%s: tensor %s: unsupported dtype, expected BF16, F16 or F32", t->file, t->name);
-    size_t size = dtype_bytes(t->dtype);
+    size_t size = mk_dtype_bytes(t->dtype);
     if (t->bytes != (uint64_t)par->n * size)
         return mk_fail(err, MK_E_MODEL, "%s: tensor %s has %llu values, expected %u", t->file, t->name, (unsigned long long)(t->bytes / size),
                        par->n);

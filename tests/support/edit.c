@@ -22,7 +22,7 @@ static float value(enum mk_st_dtype d, const unsigned char *p, size_t i)
     switch (d) {
     case MK_ST_F32: memcpy(&f, p + 4 * i, 4); return f;
     case MK_ST_F16: memcpy(&h, p + 2 * i, 2); return mk_f16_to_f32(h);
-    case MK_ST_BF16: memcpy(&h, p + 2 * i, 2); return mk_bf16_to_f32(h);
+    case MK_ST_BF16: memcpy(&h, p + 2 * i, 2); return mk_widen_bf16(h);
     case MK_ST_F8_E4M3: return mk_fp8_to_f32(p[i]);
     default: return mk_e8m0_to_f32(p[i]);
     }

@@ -1,0 +1,251 @@
+/* Set-up on the GPU: tapes packed by kernels against those that the CPU packs, byte by byte, for every family and way of storing weights; what is
+ * refused; how fast a model of real size is packed. A JSON report goes to $OUT/setup.json ($OUT unset: the working directory).
+ *   test_setup [-q]      -q: nothing large (under compute-sanitizer) */
+#include "host/pack.h"
+#include "megakernel/gpu.h"
+#include "tests/support/edit.h"
+#include "tests/support/packed.h"
+#include "tests/support/tmp.h"
+
+#include <fcntl.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cuda_runtime_api.h>
+
+#include <cmocka.h>
+
+static int quick;
+static uint32_t sms;
+static FILE *report;
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* The weight regions on the device, zeros. */
+static void device_memory(const mk_program_info *i, mk_memory *d)
+{
+    memset(d, 0, sizeof *d);
+    uint64_t n[3] = {i->tape_bytes + 256, i->expert_bytes + 256, i->embed_bytes + 256};
+    uint8_t **p[3] = {&d->tape, &d->expert, &d->embed};
+    for (int k = 0; k < 3; k++)
+        if (cudaMalloc((void **)p[k], n[k]) || cudaMemset(*p[k], 0, n[k])) fail_msg("%llu bytes of GPU memory", (unsigned long long)n[k]);
+}
+static void device_free(mk_memory *d)
+{
+    cudaFree(d->tape);
+    cudaFree(d->expert);
+    cudaFree(d->embed);
+}
+
+static void family(const char *name, const char *dir, enum mk_weights_mode mode, void *arg)
+{
+    uint32_t *total = arg;
+    const uint32_t workers[2] = {3, 29};
+    for (int k = 0; k < 2; k++) {
+        packed *c = packed_open(dir, mode, workers[k]);
+        const mk_program_info *i = &c->plan->prog->info;
+        mk_memory d, back;
+        double seconds;
+        uint64_t bytes;
+        device_memory(i, &d);
+        packed_memory(c->plan->prog, &back);
+        if (mk_pack_gpu(c->plan, c->ck, &d, &seconds, &bytes, &c->err)) fail_msg("%s: %s", name, c->err.msg);
+        if (cudaMemcpy(back.tape, d.tape, i->tape_bytes, cudaMemcpyDeviceToHost) || cudaMemcpy(back.expert, d.expert, i->expert_bytes, cudaMemcpyDeviceToHost) ||
+            cudaMemcpy(back.embed, d.embed, i->embed_bytes, cudaMemcpyDeviceToHost))
+            fail_msg("%s: cannot read it back", name);
+        packed_same(name, c->plan, &c->mem, &back);
+        device_free(&d);
+        packed_memory_free(&back);
+        packed_close(&c);
+        ++*total;
+    }
+}
+
+static void same_bytes(void **state)
+{
+    (void)state;
+    uint32_t total = 0;
+    packed_each(family, &total);
+    print_message("%u tapes are the CPU's, byte for byte\n", total);
+    fprintf(report, "  \"tapes_identical\": %u,\n", total);
+}
+
+/* One weight that is no number, in the tensor that `arg` names. */
+static void poison(void *arg, mk_edit_tensor *t)
+{
+    if (!strstr(t->name, arg)) return;
+    t->v[t->shape[1] + 3] = (float)(0.0 / 0.0);
+    t->changed = 1;
+}
+
+static void refused(void **state)
+{
+    (void)state;
+    const char *const names[] = {"layers.1.mlp.experts.3.up_proj", "embed_tokens", "kv_b_proj"};
+    for (size_t k = 0; k < sizeof names / sizeof *names; k++) {
+        char *dir = mk_tmp_dir();
+        mk_err err = {0}, want = {0};
+        mk_model *m;
+        mk_checkpoint *ck;
+        mk_plan *plan;
+        mk_memory d, host;
+        double seconds;
+        uint64_t bytes;
+        mk_plan_config pc = {.workers = 7, .max_context = 256, .kv_pages = 8, .state_slots = 2};
+        if (mk_edit_checkpoint("tests/oracle/deepseek_v3", dir, MK_ST_BF16, poison, (void *)(uintptr_t)names[k], &err) || mk_model_read(dir, &m, &err) ||
+            mk_checkpoint_open(dir, &ck, &err) || mk_model_resolve(m, ck, MK_WEIGHTS_FP8, &err) || mk_plan_make(m, &pc, &plan, &err))
+            fail_msg("%s", err.msg);
+        device_memory(&plan->prog->info, &d);
+        packed_memory(plan->prog, &host);
+        int rc = mk_pack_gpu(plan, ck, &d, &seconds, &bytes, &err);
+        print_message("%s\n", err.msg);
+        assert_int_equal(rc, MK_E_MODEL);
+        assert_non_null(strstr(err.msg, names[k]));
+        assert_non_null(strstr(err.msg, "row 1, column 3: the weight is not finite"));
+        assert_int_equal(mk_pack(plan, ck, &host, &want), MK_E_MODEL);
+        device_free(&d);
+        packed_memory_free(&host);
+        mk_plan_destroy(&plan);
+        mk_checkpoint_close(&ck);
+        mk_model_destroy(&m);
+        mk_tmp_remove(&dir);
+    }
+}
+
+/* ---- real size ------------------------------------------------------------------------------------------------------- */
+
+typedef struct header {
+    FILE *f;
+    uint64_t at;
+    uint32_t n;
+    const mk_model *m;
+} header;
+
+static void describe(void *arg, mk_mat *mat)
+{
+    header *h = arg;
+    uint32_t experts = strstr(mat->tensor, "%u") ? 0 : 1;
+    uint64_t rows = mat->n, cols = mat->k;
+    if (mat->source == MK_SRC_HEAD_T) return; /* the tensor of its HEAD_ROWS half */
+    if (mat->source == MK_SRC_HEAD_ROWS) rows = rows / mat->head_n * mat->head_stride;
+    if (!experts)
+        for (uint32_t l = 0; l < h->m->layers; l++)
+            if (h->m->layer[l].ffn == MK_FFN_MOE) experts = h->m->layer[l].moe.experts;
+    for (uint32_t e = 0; e < experts; e++) {
+        const char *at = strstr(mat->tensor, "%u");
+        fprintf(h->f, "%s\"", h->n++ ? "," : "");
+        if (at)
+            fprintf(h->f, "%.*s%u%s", (int)(at - mat->tensor), mat->tensor, e, at + 2);
+        else
+            fprintf(h->f, "%s", mat->tensor);
+        fprintf(h->f, "\":{\"dtype\":\"BF16\",\"shape\":[%llu,%llu],\"data_offsets\":[%llu,%llu]}", (unsigned long long)rows, (unsigned long long)cols,
+                (unsigned long long)h->at, (unsigned long long)(h->at + rows * cols * 2));
+        h->at += rows * cols * 2;
+    }
+}
+
+/* Matrices of a published model in BF16, a file of zeros in memory (/dev/shm): what is measured is the way of the bytes, not their values. */
+static void real_size(void **state)
+{
+    (void)state;
+    const char *path = "/dev/shm/mkd-test-setup.safetensors", *config = "tests/fixtures/configs/moonlight-16b-a3b/config.json";
+    mk_err err = {0};
+    mk_model *m;
+    mk_checkpoint *ck;
+    char *text = NULL;
+    size_t n = 0;
+    header h = {0};
+    size_t room = 0, memory = 0;
+    if (quick) skip();
+    cudaMemGetInfo(&room, &memory);
+    if (room < 60ull << 30) {
+        print_message("%zu bytes of GPU memory are free, 60 GB are needed\n", room);
+        skip();
+    }
+    if (mk_model_read(config, &m, &err)) fail_msg("%s", err.msg);
+    h.m = m;
+    h.f = open_memstream(&text, &n);
+    fputc('{', h.f);
+    mk_model_mats(m, describe, &h);
+    fputc('}', h.f);
+    while (ftell(h.f) % 8) fputc(' ', h.f);
+    fclose(h.f);
+    int fd = open(path, O_RDWR | O_CREAT | O_TRUNC, 0600);
+    uint64_t length = n;
+    if (fd < 0 || write(fd, &length, 8) != 8 || write(fd, text, n) != (ssize_t)n || posix_fallocate(fd, 0, (off_t)(8 + n + h.at))) {
+        unlink(path);
+        print_message("/dev/shm has no room for %.1f GB\n", (double)h.at * 1e-9);
+        skip();
+    }
+    close(fd);
+    free(text);
+    int rc = mk_checkpoint_open_file(path, &ck, &err);
+    unlink(path);
+    if (rc) fail_msg("%s", err.msg);
+    const struct {
+        const char *name;
+        enum mk_weights_mode mode;
+    } how[] = {{"bf16", MK_WEIGHTS_AUTO}, {"fp8", MK_WEIGHTS_FP8}, {"fp8, again", MK_WEIGHTS_FP8}};
+    for (int k = 0; k < 3; k++) {
+        mk_plan *plan;
+        mk_memory d;
+        double seconds, begin;
+        uint64_t bytes;
+        mk_plan_config pc = {.workers = sms, .max_context = 2048, .kv_pages = 32, .state_slots = 1};
+        if (mk_model_resolve(m, NULL, how[k].mode, &err) || mk_plan_make(m, &pc, &plan, &err)) fail_msg("%s", err.msg);
+        device_memory(&plan->prog->info, &d);
+        cudaDeviceSynchronize();
+        begin = now();
+        if (mk_pack_gpu(plan, ck, &d, &seconds, &bytes, &err)) fail_msg("%s", err.msg);
+        double all = now() - begin;
+        print_message("moonlight-16b, BF16 -> %s: %.1f GB in %.2f s (%.2f with what is around it), %.1f GB/s\n", how[k].name, (double)bytes * 1e-9, seconds, all,
+                      (double)bytes * 1e-9 / seconds);
+        fprintf(report, "  \"moonlight_16b_bf16_to_%s\": {\"bytes\": %llu, \"seconds\": %.3f, \"gb_s\": %.1f},\n", k == 2 ? "fp8_again" : how[k].name,
+                (unsigned long long)bytes, seconds, (double)bytes * 1e-9 / seconds);
+        device_free(&d);
+        mk_plan_destroy(&plan);
+    }
+    mk_checkpoint_close(&ck);
+    mk_model_destroy(&m);
+}
+
+int main(int argc, char **argv)
+{
+    mk_gpu_info info;
+    mk_err err = {0};
+    const char *out = getenv("OUT");
+    char path[4096];
+    int c;
+    while ((c = getopt(argc, argv, "q")) != -1) {
+        if (c != 'q') return 2;
+        quick = 1;
+    }
+    if (mk_gpu_probe(0, &info, &err)) {
+        fprintf(stderr, "test_setup: %s\n", err.msg);
+        return 1;
+    }
+    sms = info.sms;
+    snprintf(path, sizeof path, "%s/setup.json", out ? out : ".");
+    if (!(report = fopen(path, "w"))) {
+        fprintf(stderr, "test_setup: cannot write %s\n", path);
+        return 1;
+    }
+    fprintf(report, "{\n");
+    const struct CMUnitTest tests[] = {cmocka_unit_test(same_bytes), cmocka_unit_test(refused), cmocka_unit_test(real_size)};
+    int bad = cmocka_run_group_tests(tests, NULL, NULL);
+    fprintf(report, "  \"device\": \"%s\",\n  \"failed\": %d\n}\n", info.name, bad);
+    fclose(report);
+    return bad != 0;
+}
