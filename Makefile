@@ -46,7 +46,8 @@ else
 LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
 $(BUILD)/host/machine_gpu.o $(BUILD)/host/synth.o: override CFLAGS += -DMK_CUDA
-tests: $(BUILD)/tests/gpu/test_gpu $(BUILD)/tests/gpu/hang_client
+tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/hang_client
+$(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
 	@mkdir -p $(@D)
 	@echo '  nvcc $<'
@@ -77,7 +78,7 @@ $(BUILD)/mkctl: $(BUILD)/ipc/mkctl.o $(BUILD)/libmk.a
 $(BUILD)/tests/gpu/hang_client: $(BUILD)/tests/gpu/hang_client.o $(BUILD)/libmkd-client.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
-$(BUILD)/tests/gpu/test_gpu: $(BUILD)/tests/gpu/test_gpu.o $(TESTLIB) $(BUILD)/libmk.a
+$(BUILD)/tests/gpu/test_%: $(BUILD)/tests/gpu/test_%.o $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a

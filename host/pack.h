@@ -44,10 +44,8 @@ typedef struct mk_pack_unit {
 typedef int (*mk_pack_unit_fn)(void *arg, const mk_pack_unit *u, mk_err *err);
 int mk_pack_units(const mk_pack_list *l, const mk_checkpoint *ck, uint64_t limit, mk_pack_unit_fn f, void *arg, mk_err *err);
 
-#ifdef MK_CUDA
-/* Fills the regions of `device` (zeros before: padding is not written) on the current GPU. seconds, bytes: how long it took, and what was read of the
+/* Only in a build with nvcc. Fills the regions of `device` (zeros before: padding is not written) on the current GPU. seconds, bytes: how long it took, and what was read of the
  * checkpoint. The message about a weight that cannot be packed is mk_pack's. */
 int mk_pack_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_memory *device, double *seconds, uint64_t *bytes, mk_err *err);
-#endif
 
 #endif

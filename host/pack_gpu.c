@@ -1,7 +1,4 @@
 /* Packing on a GPU: the tensors of the mapping, one piece after the other, through megakernel/pack.cu. */
-#ifndef MK_CUDA
-#define MK_CUDA /* linked only where there is nvcc: nothing else calls it */
-#endif
 #include "host/pack.h"
 
 #include <stdlib.h>
