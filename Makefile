@@ -45,7 +45,7 @@ else
 # CUDA objects link with plain gcc and the static runtime; the program still runs where there is no driver.
 LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
-$(BUILD)/host/machine_gpu.o $(BUILD)/host/synth.o: override CFLAGS += -DMK_CUDA
+$(BUILD)/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
 tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/hang_client
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
@@ -79,6 +79,9 @@ $(BUILD)/tests/gpu/hang_client: $(BUILD)/tests/gpu/hang_client.o $(BUILD)/libmkd
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/tests/gpu/test_%: $(BUILD)/tests/gpu/test_%.o $(TESTLIB) $(BUILD)/libmk.a
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
+$(BUILD)/tests/gpu/test_opcodes: $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/gpu/test_opcodes.c tests/gpu/opcodes_*.c)) $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a

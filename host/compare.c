@@ -244,10 +244,10 @@ typedef struct job {
     /* the instruction at hand */
     const mk_insn *in;
     uint32_t worker, row;
-    /* RMS of a published vector's row */
+    /* RMS of a published vector's row; of a row's logits */
     struct {
         uint32_t vec, pub;
-        double rms;
+        double rms, logits;
     } scale[MK_MAX_ROWS];
 } job;
 
@@ -292,6 +292,19 @@ static double vector_rms(job *j)
     j->scale[j->row].vec = in->signal_vec;
     j->scale[j->row].pub = in->signal_pub;
     return j->scale[j->row].rms = root(squares, n);
+}
+
+/* Over all logits of the row that are numbers. */
+static double logits_rms(job *j)
+{
+    const mk_lm_head *l = &j->in->lm_head;
+    double *rms = &j->scale[j->row].logits, squares = 0;
+    const float *y = (const float *)(j->want->bulk + j->p->vec[l->logits_vec].offset) + (size_t)j->row * l->vocab;
+    uint64_t n = 0;
+    if (*rms > 0) return *rms;
+    for (uint32_t i = 0; i < l->vocab; i++)
+        if (isfinite(y[i])) squares += (double)y[i] * (double)y[i], n++;
+    return *rms = root(squares, n);
 }
 
 static double bf16_step(double x)
@@ -351,7 +364,7 @@ static void one_piece(void *arg, const mk_piece *pc)
     if (pc->kind == MK_PC_F32 || pc->kind == MK_PC_BF16 || pc->kind == MK_PC_PARTIAL) {
         double squares = 0;
         for (uint32_t i = 0; i < pc->n; i++) squares += j->v[i] * j->v[i];
-        rms = root(squares, pc->n);
+        rms = in->opcode == MK_OP_LM_HEAD ? logits_rms(j) : root(squares, pc->n);
     }
     if (pc->kind == MK_PC_PACKETS || pc->kind == MK_PC_STATS) { /* every packet carries the epoch */
         uint32_t epoch = mk_epoch(j->epoch0, j->step->seq, in->signal_pub), found;
@@ -438,6 +451,22 @@ int mk_compare(const mk_program *p, const uint32_t *list, uint32_t n, const mk_s
     for (uint32_t i = 0; i < MK_REGIONS; i++) free(j.mark[i]);
     free(j.v), free(j.w), free(j.bits);
     return j.lost ? mk_fail(err, MK_E_CAPACITY, "out of memory") : MK_OK;
+}
+
+void mk_state_turn(const mk_program *p, mk_memory *m, int to_kernel)
+{
+    float tmp[256 * 256];
+    for (uint32_t k = 0; k < p->info.n_insn; k++) {
+        const mk_delta *d = &p->insn[k].delta;
+        if (p->insn[k].opcode != MK_OP_DELTA_STEP || d->dk > 256 || d->dv > 256) continue;
+        uint32_t rows = to_kernel ? d->dk : d->dv, cols = to_kernel ? d->dv : d->dk;
+        for (uint32_t s = 0; s < p->info.state_slots; s++) {
+            float *x = (float *)(m->state + s * p->info.state_slot_bytes + d->state_off);
+            for (uint32_t i = 0; i < rows; i++)
+                for (uint32_t j = 0; j < cols; j++) tmp[j * rows + i] = x[i * cols + j];
+            memcpy(x, tmp, (size_t)rows * cols * sizeof *x);
+        }
+    }
 }
 
 /* ---- the twin, driven by hand --------------------------------------------------------------------------------------- */

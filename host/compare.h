@@ -5,11 +5,11 @@
 
 #include "instructions/op.h"
 
-enum mk_region { MK_R_EXCHANGE = 1, MK_R_BULK = 2, MK_R_COUNTER = 4, MK_R_LOCAL = 8, MK_R_STATE = 16, MK_R_KV = 32, MK_R_ALL = 63 };
+/* Region i of a machine's memory is bit i of megakernel/gpu.h's MK_REGION_*: exchange, bulk, counters, local, state, KV. */
 #define MK_REGIONS 6u
-/* Region 1 << i of a machine's memory, and its bytes. */
+#define MK_REGIONS_ALL ((1u << MK_REGIONS) - 1)
 uint8_t *mk_region_at(const mk_memory *m, uint32_t i);
-uint64_t mk_region_bytes(const mk_program *p, uint32_t i);
+uint64_t mk_region_bytes(const mk_program *p, uint32_t i); /* in all */
 const char *mk_region_name(uint32_t i);
 
 enum mk_piece_kind {
@@ -61,10 +61,14 @@ typedef struct mk_comparison {
 } mk_comparison;
 
 /* Compares what the instructions of p's queues (all of them, or of `list`: n indices of instructions, in the order in which the first divergence is to be
- * looked for) wrote in `got` against `want`; then, with `before` not NULL, that every other byte of the regions (mask of MK_R_*) of `got` is as before, and
+ * looked for) wrote in `got` against `want`; then, with `before` not NULL, that every other byte of the regions (mask of MK_REGION_*) of `got` is as before, and
  * the counters those of `want`. Adds to *c, which starts zeroed. MK_E_CAPACITY when out of memory. */
 int mk_compare(const mk_program *p, const uint32_t *list, uint32_t n, const mk_step *step, uint32_t epoch0, const mk_memory *before, const mk_memory *want,
                const mk_memory *got, uint32_t regions, mk_comparison *c, mk_err *err);
+
+/* The kernel keeps DELTA_STEP's states [dv][dk], the twin [dk][dv]: turns those of all slots of `m` from the twin's order into the kernel's (to_kernel 1) or
+ * back. */
+void mk_state_turn(const mk_program *p, mk_memory *m, int to_kernel);
 
 /* Runs p's queues on `m` with the twin's opcodes: round robin, until all are through. MK_E_BUG names who waits for what. Scratch holds NaN before every
  * instruction. */

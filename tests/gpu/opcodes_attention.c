@@ -1,0 +1,237 @@
+/* KV_APPEND, MLA_PARTIAL, COMBINE, GQA_APPEND, GQA_PARTIAL. Logical rows 0, 1, 2 are three tokens of one stream that cross a page edge; the others stand at
+ * positions that exercise page and split edges. Whatever of the cache no token has is NaN. */
+#include "tests/gpu/opcodes.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct mla_arg {
+    uint32_t latent, rope, rotary, heads, far; /* far: the greatest position */
+    uint32_t slices, gate;                     /* COMBINE: slices of a head */
+} mla_arg;
+
+static void positions(mk_case *c, uint32_t far)
+{
+    const uint32_t pos[CASE_STREAMS] = {62, 0, 0, 0, 63, 64, far / 2 + 1, far, 5};
+    memcpy(c->pos, pos, sizeof pos);
+}
+
+static void rows_of_streams(mk_case *c)
+{
+    for (uint32_t r = 0; r < c->step.nrows; r++) {
+        mk_row *row = &c->step.row[r];
+        if (c->row_id[r] >= 3) continue;
+        row->slot = row->state_read = row->state_write = 0;
+        row->pos = c->pos[0] + c->row_id[r];
+        row->flags &= ~(uint32_t)MK_ROW_FIRST;
+    }
+}
+
+/* bf16 values between -2 and 2 for all tokens that a row of the step looks at. */
+static void fill_cache(mk_case *c, uint32_t row_bytes, uint32_t values, uint32_t strips)
+{
+    for (uint32_t r = 0; r < c->step.nrows; r++) {
+        const mk_row *row = &c->step.row[r];
+        uint64_t s = case_rng(c, 7100, row->slot);
+        for (uint32_t t = 0; t <= row->pos; t++) {
+            uint8_t *page = c->mem.kv + (uint64_t)c->mem.page[row->slot * c->mem.max_pages + t / MK_PAGE] * c->prog.info.kv_page_bytes;
+            for (uint32_t k = 0; k < strips; k++) {
+                uint16_t *to = (uint16_t *)(strips == 1 ? page + (uint64_t)(t % MK_PAGE) * row_bytes : page + (((uint64_t)k * MK_PAGE + t % MK_PAGE) * values) * 2);
+                for (uint32_t i = 0; i < values; i += 4) {
+                    uint64_t x = case_random(&s);
+                    for (uint32_t j = 0; j < 4 && i + j < values; j++) to[i + j] = mk_f32_to_bf16((float)((int)(x >> (16 * j) & 0xff) - 128) / 64 + 0.0078f);
+                }
+            }
+        }
+    }
+}
+
+/* ---- MLA ------------------------------------------------------------------------------------------------------------- */
+
+static uint32_t mla_params(mk_case *c, const mla_arg *a)
+{
+    case_param(c, 5, 0, 1);
+    uint32_t at = case_param(c, a->latent, 1, 0.2);
+    for (uint32_t i = 0; i < a->rope / 2; i++) case_param(c, 1, pow(10000, -2.0 * i / a->rope), 0);
+    return at;
+}
+
+static void append_make(mk_case *c, const void *arg)
+{
+    const mla_arg *a = arg;
+    uint32_t n = a->latent + a->rope;
+    case_even(c, "kv", MK_BF16, 0, n + 5, 9);
+    case_bulk(c, "kvcache", 0, 1);
+    mk_insn *in = case_add(c, 1, MK_OP_KV_APPEND);
+    in->mla = (mk_mla){.in_off = 3, .latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope, .all_heads = 1, .eps = 1e-6f, .param_off = mla_params(c, a),
+                       .rotary = (uint8_t)a->rotary};
+    case_wait(c, in, 0);
+    case_to(c, in, 1, 0);
+    case_seal(c, &(case_sizes){.kv_page = (uint64_t)n * 2 * MK_PAGE, .context = a->far + 4});
+    positions(c, a->far);
+}
+
+static void append_feed(mk_case *c, const void *arg)
+{
+    (void)arg;
+    case_input(c, 0, 1.3);
+    rows_of_streams(c);
+}
+
+static void mla_make(mk_case *c, const void *arg)
+{
+    const mla_arg *a = arg;
+    uint32_t n = a->latent + a->rope, W = c->prog.info.workers, nope = 64;
+    case_even(c, "qt", MK_BF16, 0, a->heads * a->latent, a->heads);
+    case_even(c, "q", MK_BF16, 0, a->heads * (nope + a->rope), a->heads < 11 ? 1 : 11);
+    case_bulk(c, "kvcache", 0, 1);
+    case_bulk(c, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * a->heads * mk_partial_floats(a->latent) * 4, W);
+    uint32_t param = mla_params(c, a);
+    for (uint32_t w = 0; w < W; w++) {
+        mk_insn *in = case_add(c, w, MK_OP_MLA_PARTIAL);
+        in->mla = (mk_mla){.in_off = nope, .heads = (uint16_t)a->heads, .latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope,
+                           .qk_stride = (uint16_t)(nope + a->rope), .all_heads = a->heads, .scale = 1 / sqrtf((float)(128 + a->rope)), .param_off = param,
+                           .rotary = (uint8_t)a->rotary, .part = w, .parts = W};
+        for (uint32_t v = 0; v < 3; v++) case_wait(c, in, v);
+        case_to(c, in, 3, 0);
+    }
+    case_seal(c, &(case_sizes){.kv_page = (uint64_t)n * 2 * MK_PAGE, .context = a->far + 4});
+    positions(c, a->far);
+}
+
+static void mla_feed(mk_case *c, const void *arg)
+{
+    const mla_arg *a = arg;
+    case_input(c, 0, 1);
+    case_input(c, 1, 1);
+    case_signalled(c, 2);
+    rows_of_streams(c);
+    fill_cache(c, (a->latent + a->rope) * 2, a->latent + a->rope, 1);
+}
+
+static void combine_make(mk_case *c, const void *arg)
+{
+    const mla_arg *a = arg;
+    uint32_t W = c->prog.info.workers;
+    case_bulk(c, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * a->heads * mk_partial_floats(a->latent) * 4, 2);
+    case_even(c, "gate", MK_BF16, 0, a->heads * a->latent + 7, 9);
+    case_even(c, "lat", MK_BF16, 0, a->heads * a->latent, a->heads * a->slices);
+    for (uint32_t i = 0; i < a->heads * a->slices; i++) {
+        mk_insn *in = case_add(c, i % W, MK_OP_COMBINE);
+        uint32_t first = mk_start(i % a->slices, a->latent, a->slices);
+        in->mla = (mk_mla){.in_off = a->gate ? 7 : 0, .head0 = i / a->slices, .heads = 1, .latent = (uint16_t)a->latent, .qk_stride = (uint16_t)(a->gate ? a->latent : 0),
+                           .all_heads = a->heads, .gate = (uint8_t)a->gate, .first = first, .n = mk_start(i % a->slices + 1, a->latent, a->slices) - first};
+        case_wait(c, in, 0);
+        if (a->gate) case_wait(c, in, 1);
+        case_to(c, in, 2, i);
+    }
+    case_seal(c, &(case_sizes){.context = a->far + 4});
+    positions(c, a->far);
+}
+
+static void combine_feed(mk_case *c, const void *arg)
+{
+    const mla_arg *a = arg;
+    uint32_t floats = mk_partial_floats(a->latent);
+    case_input(c, 1, 1.5);
+    case_signalled(c, 0);
+    rows_of_streams(c);
+    for (uint32_t r = 0; r < c->step.nrows; r++) {
+        uint64_t s = case_rng(c, 7300, c->row_id[r]);
+        for (uint32_t i = 0; i < mk_splits(c->step.row[r].pos) * a->heads; i++) {
+            float *p = (float *)c->mem.bulk + ((uint64_t)r * MK_MAX_SPLITS * a->heads + i) * floats;
+            for (uint32_t k = 0; k < a->latent; k++) p[k] = 8 * (float)case_uniform(&s) - 4;
+            p[a->latent] = 3 * case_normal(&s);
+            p[a->latent + 1] = (float)(1 + 63 * case_uniform(&s));
+        }
+    }
+}
+
+/* ---- GQA ------------------------------------------------------------------------------------------------------------- */
+
+typedef struct gqa_arg {
+    uint32_t heads, kv_heads, dim, rope, norm, far;
+} gqa_arg;
+
+static uint32_t gqa_params(mk_case *c, const gqa_arg *a)
+{
+    uint32_t at = case_param(c, a->norm ? a->dim : 0, 1, 0.2);
+    for (uint32_t i = 0; i < a->rope / 2; i++) case_param(c, 1, pow(500000, -2.0 * i / a->rope), 0);
+    return at;
+}
+
+static void gappend_make(mk_case *c, const void *arg)
+{
+    const gqa_arg *a = arg;
+    uint32_t W = c->prog.info.workers;
+    case_even(c, "qkv", MK_BF16, 0, 3 + 2 * a->kv_heads * a->dim, 7);
+    case_bulk(c, "kvcache", 0, a->kv_heads);
+    uint32_t param = gqa_params(c, a);
+    for (uint32_t h = 0; h < a->kv_heads; h++) {
+        mk_insn *in = case_add(c, h % W, MK_OP_GQA_APPEND);
+        in->gqa = (mk_gqa){.k_off = 3, .v_off = 3 + a->kv_heads * a->dim, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim,
+                           .rope = (uint16_t)a->rope, .head = (uint16_t)h, .norm = (uint8_t)a->norm, .scale = 1, .eps = a->norm ? 1e-6f : 0, .param_off = param, .parts = 1};
+        case_wait(c, in, 0);
+        case_to(c, in, 1, 0);
+    }
+    case_seal(c, &(case_sizes){.kv_page = mk_gqa_page_values(a->kv_heads, a->dim) * 2, .context = a->far + 4});
+    positions(c, a->far);
+}
+
+static void gqa_make(mk_case *c, const void *arg)
+{
+    const gqa_arg *a = arg;
+    uint32_t W = c->prog.info.workers;
+    case_even(c, "q", MK_BF16, 0, 5 + a->heads * a->dim, a->heads);
+    case_bulk(c, "kvcache", 0, a->kv_heads);
+    case_bulk(c, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * a->heads * mk_partial_floats(a->dim) * 4, W);
+    uint32_t param = gqa_params(c, a);
+    for (uint32_t w = 0; w < W; w++) {
+        mk_insn *in = case_add(c, w, MK_OP_GQA_PARTIAL);
+        in->gqa = (mk_gqa){.q_off = 5, .q_stride = a->dim, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim,
+                           .rope = (uint16_t)a->rope, .norm = (uint8_t)a->norm, .scale = 1 / sqrtf((float)a->dim), .eps = a->norm ? 1e-6f : 0, .param_off = param,
+                           .part = w, .parts = W};
+        case_wait(c, in, 0);
+        case_wait(c, in, 1);
+        case_to(c, in, 2, 0);
+    }
+    case_seal(c, &(case_sizes){.kv_page = mk_gqa_page_values(a->kv_heads, a->dim) * 2, .context = a->far + 4});
+    positions(c, a->far);
+}
+
+static void gqa_feed(mk_case *c, const void *arg)
+{
+    const gqa_arg *a = arg;
+    case_input(c, 0, 1);
+    case_signalled(c, 1);
+    rows_of_streams(c);
+    fill_cache(c, 0, a->dim, 2 * a->kv_heads);
+}
+
+#define A(...) append_make, append_feed, &(const mla_arg){__VA_ARGS__}, 0
+#define P(...) mla_make, mla_feed, &(const mla_arg){__VA_ARGS__}
+#define C(...) combine_make, combine_feed, &(const mla_arg){__VA_ARGS__}, 0
+#define K(...) gappend_make, append_feed, &(const gqa_arg){__VA_ARGS__}, 0
+#define Q(...) gqa_make, gqa_feed, &(const gqa_arg){__VA_ARGS__}
+
+const case_spec attention_cases[] = {
+    {"KV_APPEND", "latent 512, rope 64, rotated", A(.latent = 512, .rope = 64, .rotary = 1, .far = 5000)},
+    {"KV_APPEND", "latent 512, rope 64, no positions", A(.latent = 512, .rope = 64, .far = 300)},
+    {"KV_APPEND", "latent 64, rope 16", A(.latent = 64, .rope = 16, .rotary = 1, .far = 130)},
+    {"MLA_PARTIAL", "32 heads, 512 + 64, to 5000", P(.latent = 512, .rope = 64, .heads = 32, .far = 5000), 7},
+    {"MLA_PARTIAL", "20 heads, 512 + 64 rotated, to 4095", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 20, .far = 4095), 7},
+    {"MLA_PARTIAL", "64 heads, 512 + 64 rotated, to 1100", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 64, .far = 1100), 5},
+    {"MLA_PARTIAL", "16 heads, 512 + 64 rotated, to 4096", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 16, .far = 4096), 132},
+    {"MLA_PARTIAL", "3 heads, 64 + 16, to 200", P(.latent = 64, .rope = 16, .rotary = 1, .heads = 3, .far = 200), 3},
+    {"COMBINE", "8 heads of 512 in 4 slices", C(.latent = 512, .heads = 8, .slices = 4, .far = 5000)},
+    {"COMBINE", "3 heads of 64 in 1 slice", C(.latent = 64, .heads = 3, .slices = 1, .far = 200)},
+    {"COMBINE", "4 heads of 256 in 2 slices, gated", C(.latent = 256, .heads = 4, .slices = 2, .gate = 1, .far = 4095)},
+    {"COMBINE", "8 heads of 128 in 1 slice, gated", C(.latent = 128, .heads = 8, .slices = 1, .gate = 1, .far = 700)},
+    {"GQA_APPEND", "8 KV heads of 128", K(.heads = 32, .kv_heads = 8, .dim = 128, .rope = 128, .far = 300)},
+    {"GQA_APPEND", "2 KV heads of 256, rope 64, norm", K(.heads = 16, .kv_heads = 2, .dim = 256, .rope = 64, .norm = 1, .far = 300)},
+    {"GQA_PARTIAL", "32 heads, 8 KV heads of 128, to 1100", Q(.heads = 32, .kv_heads = 8, .dim = 128, .rope = 128, .far = 1100), 7},
+    {"GQA_PARTIAL", "16 heads, 2 KV heads of 256, rope 64, norm, to 5000", Q(.heads = 16, .kv_heads = 2, .dim = 256, .rope = 64, .norm = 1, .far = 5000), 7},
+    {"GQA_PARTIAL", "8 heads, 2 KV heads of 64, to 4096", Q(.heads = 8, .kv_heads = 2, .dim = 64, .rope = 64, .far = 4096), 132},
+    {0},
+};

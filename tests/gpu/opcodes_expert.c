@@ -1,0 +1,192 @@
+/* ROUTE, EXPERT_UP, EXPERT_DOWN. The expert opcodes follow a ROUTE of their own in every queue, because the loader of experts starts with it. */
+#include "tests/gpu/opcodes.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define FP8  MK_W_FP8
+#define BF16 MK_W_BF16
+
+typedef struct expert_arg {
+    uint32_t experts, topk, groups, topk_groups, score, renorm, bias;
+    int ties;            /* logits with many equal ones */
+    uint32_t wtype, k;   /* k: columns: hidden (UP) or inter (DOWN) */
+    uint32_t inter, T;   /* UP: width of an expert and its slices */
+    uint32_t n[3], row0; /* DOWN: rows of the workers' slices of h */
+    uint32_t alias;      /* slices between two experts in memory; 0: all of them (many experts would need gigabytes) */
+    int local;           /* DOWN: adds to a LOCAL sum */
+} expert_arg;
+
+enum { ROUTER, ROUTES, IN, OUT, BASE };
+
+static void route(mk_case *c, const expert_arg *a, uint32_t w, uint32_t bias)
+{
+    mk_insn *in = case_add(c, w, MK_OP_ROUTE);
+    in->route = (mk_route){.experts = (uint16_t)a->experts, .topk = (uint16_t)a->topk, .groups = (uint16_t)(a->groups ? a->groups : 1),
+                           .topk_groups = (uint16_t)(a->topk_groups ? a->topk_groups : 1), .score = (uint8_t)a->score, .renorm = (uint8_t)a->renorm,
+                           .has_bias = (uint8_t)a->bias, .scale = a->renorm ? 2.446f : 1, .param_off = bias};
+    case_wait(c, in, ROUTER);
+    case_to(c, in, ROUTES, 0);
+}
+
+static uint32_t router(mk_case *c, const expert_arg *a)
+{
+    case_even(c, "router", MK_F32, 0, a->experts, a->experts < 132 ? a->experts : 132);
+    case_local(c, "route", sizeof(mk_routes));
+    return case_param(c, a->experts, 0, 0.02);
+}
+
+static void feed_router(mk_case *c, const expert_arg *a)
+{
+    case_input(c, ROUTER, 1.5);
+    if (!a->ties) return;
+    const mk_vec *v = &c->prog.vec[ROUTER];
+    for (uint64_t b = 0; b < mk_packet_offset(v, 2, 0, 0); b += 4) { /* logits rounded to halves */
+        float f;
+        uint32_t e;
+        memcpy(&e, c->mem.exchange + (b & ~15ull) + 12, 4);
+        if (b % 16 == 12 || e == c->epoch0) continue;
+        memcpy(&f, c->mem.exchange + b, 4);
+        f = roundf(2 * f) / 2;
+        memcpy(c->mem.exchange + b, &f, 4);
+    }
+}
+
+static void route_make(mk_case *c, const void *arg)
+{
+    uint32_t bias = router(c, arg);
+    for (uint32_t w = 0; w < c->prog.info.workers; w++) route(c, arg, w, bias);
+    case_seal(c, &(case_sizes){0});
+}
+
+static void route_feed(mk_case *c, const void *arg)
+{
+    feed_router(c, arg);
+}
+
+static void up_make(mk_case *c, const void *arg)
+{
+    const expert_arg *a = arg;
+    uint32_t bias = router(c, a), T = a->T, rows = (a->inter + T - 1) / T, nseg = 0, *start = malloc((a->topk * T + 1) * sizeof *start);
+    if (!start) exit(3);
+    for (uint32_t s = 0; s <= a->topk * T; s++) start[s] = s / T * a->inter + mk_start(s % T, a->inter, T);
+    for (uint32_t t = 0; t < T && a->wtype == FP8; t++) {
+        uint32_t at = mk_start(t, a->inter, T), need = mk_segments(at % 128, mk_start(t + 1, a->inter, T) - at);
+        if (need > nseg) nseg = need;
+    }
+    case_even(c, "h", MK_F32, 0, a->k, a->k < 132 ? 5 : 132);
+    uint32_t u = case_packet(c, "u", MK_BF16, 0, start, a->topk * T);
+    c->prog.vec[u].flags = MK_VEC_DYNAMIC;
+    free(start);
+    uint32_t gamma = case_param(c, a->k, 1, 0.2);
+    uint64_t slice = mk_segment_bytes(a->wtype, 2 * rows, a->k, 2 * nseg, 128), stride = slice * (a->alias ? a->alias : T);
+    for (uint32_t w = 0; w < c->prog.info.workers; w++) {
+        route(c, a, w, bias);
+        mk_insn *in = case_add(c, w, MK_OP_EXPERT_UP);
+        in->expert = (mk_expert){.base = 512, .expert_stride = stride, .slice_stride = (uint32_t)slice, .T = (uint16_t)T, .k = a->k, .inter = a->inter,
+                                 .wtype = (uint8_t)a->wtype, .nseg = (uint8_t)nseg, .topk = (uint8_t)a->topk, .param_off = gamma, .eps = 1e-5f};
+        case_wait(c, in, IN);
+        case_wait(c, in, ROUTES);
+        case_to(c, in, OUT, 0);
+    }
+    uint64_t slices = (stride * (a->experts - 1) + slice * T) / slice;
+    case_seal(c, &(case_sizes){.expert = 512 + slices * slice});
+    for (uint64_t s = 0; s < slices; s++) {
+        uint32_t t = (uint32_t)(s % T), n = a->alias ? rows : mk_start(t + 1, a->inter, T) - mk_start(t, a->inter, T);
+        case_segment(c, c->mem.expert + 512 + s * slice, a->wtype, 2 * n, a->k, 2 * nseg, 128, 1.5);
+    }
+}
+
+static void up_feed(mk_case *c, const void *arg)
+{
+    feed_router(c, arg);
+    case_input(c, IN, 1.2);
+}
+
+static void down_make(mk_case *c, const void *arg)
+{
+    const expert_arg *a = arg;
+    uint32_t bias = router(c, a), T = a->T, *start = malloc((a->topk * T + 1) * sizeof *start), h[4] = {0}, widest = 0, nseg = 0;
+    if (!start) exit(3);
+    for (uint32_t s = 0; s <= a->topk * T; s++) start[s] = s / T * a->k + mk_start(s % T, a->k, T);
+    for (uint32_t w = 0; w < 3; w++) {
+        h[w + 1] = h[w] + a->n[w];
+        if (a->n[w] > widest) widest = a->n[w];
+        uint32_t need = mk_segments((a->row0 + h[w]) % 128, a->n[w]);
+        if (a->wtype == FP8 && need > nseg) nseg = need;
+    }
+    uint32_t u = case_packet(c, "u", MK_BF16, 0, start, a->topk * T);
+    c->prog.vec[u].flags = MK_VEC_DYNAMIC;
+    free(start);
+    case_packet(c, "h", MK_F32, 0, h, 3);
+    if (a->local)
+        case_local(c, "acc", MK_MAX_ROWS * widest * 4);
+    else
+        case_packet(c, "res", MK_F32, 0, h, 3);
+    uint64_t slice = mk_segment_bytes(a->wtype, widest, a->k, nseg, 128), stride = slice * (a->alias ? a->alias : 3);
+    for (uint32_t w = 0; w < 3; w++) {
+        route(c, a, w, bias);
+        mk_insn *in = case_add(c, w, MK_OP_EXPERT_DOWN);
+        in->expert = (mk_expert){.base = 256, .expert_stride = stride, .slice_stride = (uint32_t)slice, .T = 3, .t = (uint16_t)w, .k = a->k, .inter = a->k,
+                                 .n = (uint16_t)a->n[w], .phase = (uint16_t)(a->wtype == FP8 ? (a->row0 + h[w]) % 128 : 0), .wtype = (uint8_t)a->wtype,
+                                 .nseg = (uint8_t)nseg, .topk = (uint8_t)a->topk};
+        case_wait(c, in, IN);
+        case_wait(c, in, ROUTES);
+        if (a->local)
+            case_wait(c, in, BASE);
+        else
+            case_wait_slices(c, in, BASE, w, 1);
+        case_to(c, in, OUT, w);
+    }
+    uint64_t slices = (stride * (a->experts - 1) + slice * 3) / slice;
+    case_seal(c, &(case_sizes){.expert = 256 + slices * slice});
+    for (uint64_t s = 0; s < slices; s++)
+        case_segment(c, c->mem.expert + 256 + s * slice, a->wtype, a->alias ? widest : a->n[s % 3], a->k, nseg, 128, 1.0);
+}
+
+static void down_feed(mk_case *c, const void *arg)
+{
+    const expert_arg *a = arg;
+    feed_router(c, a);
+    case_input(c, IN, 1.0);
+    if (!a->local) {
+        case_input(c, BASE, 1.5);
+        return;
+    }
+    for (uint32_t w = 0; w < 3; w++)
+        for (uint32_t r = 0; r < c->step.nrows; r++)
+            case_fill(c, 8000 + w, c->row_id[r], (float *)(c->mem.local + w * c->prog.info.local_bytes + c->prog.vec[BASE].offset) + r * a->n[w], a->n[w], 1.5);
+}
+
+#define R(...) route_make, route_feed, &(const expert_arg){__VA_ARGS__}, 0
+#define U(...) up_make, up_feed, &(const expert_arg){__VA_ARGS__}, 0
+#define D(...) down_make, down_feed, &(const expert_arg){__VA_ARGS__}, 0
+#define SIG  .score = MK_SCORE_SIGMOID, .renorm = 1, .bias = 1
+#define SOFT .score = MK_SCORE_SOFTMAX, .renorm = 1
+
+const case_spec expert_cases[] = {
+    {"ROUTE", "64 experts, sigmoid, bias, top 6", R(.experts = 64, .topk = 6, SIG)},
+    {"ROUTE", "256 experts, sigmoid, bias, top 8", R(.experts = 256, .topk = 8, SIG)},
+    {"ROUTE", "256 experts, 8 groups of which 4, top 8", R(.experts = 256, .topk = 8, .groups = 8, .topk_groups = 4, SIG)},
+    {"ROUTE", "384 experts, sigmoid, top 8", R(.experts = 384, .topk = 8, SIG)},
+    {"ROUTE", "512 experts, softmax, top 10", R(.experts = 512, .topk = 10, SOFT)},
+    {"ROUTE", "128 experts, softmax, no renorm, top 8", R(.experts = 128, .topk = 8, .score = MK_SCORE_SOFTMAX)},
+    {"ROUTE", "7 experts, top 3", R(.experts = 7, .topk = 3, SIG)},
+    {"ROUTE", "64 experts, many ties", R(.experts = 64, .topk = 6, .ties = 1, .score = MK_SCORE_SIGMOID, .renorm = 1)},
+    {"ROUTE", "1024 experts, softmax, top 16", R(.experts = 1024, .topk = 16, SOFT)},
+    {"EXPERT_UP", "fp8 7 experts, k 128, inter 40 in 4", U(.experts = 7, .topk = 3, SIG, .wtype = FP8, .k = 128, .inter = 40, .T = 4)},
+    {"EXPERT_UP", "fp8 12 experts, k 200, inter 300 in 5", U(.experts = 12, .topk = 4, SIG, .wtype = FP8, .k = 200, .inter = 300, .T = 5)},
+    {"EXPERT_UP", "fp8 256 experts, k 2304, inter 1024 in 17", U(.experts = 256, .topk = 8, SIG, .wtype = FP8, .k = 2304, .inter = 1024, .T = 17, .alias = 1)},
+    {"EXPERT_UP", "fp8 512 experts, k 2048, inter 512 in 14", U(.experts = 512, .topk = 10, SOFT, .wtype = FP8, .k = 2048, .inter = 512, .T = 14, .alias = 1)},
+    {"EXPERT_UP", "fp8 64 experts, k 2048, inter 1408 in 22", U(.experts = 64, .topk = 6, SIG, .wtype = FP8, .k = 2048, .inter = 1408, .T = 22, .alias = 2)},
+    {"EXPERT_UP", "bf16 16 experts, k 512, inter 96 in 22", U(.experts = 16, .topk = 6, SIG, .wtype = BF16, .k = 512, .inter = 96, .T = 22)},
+    {"EXPERT_UP", "fp8 8 experts, top 1, one slice of 64", U(.experts = 8, .topk = 1, SOFT, .wtype = FP8, .k = 320, .inter = 64, .T = 1)},
+    {"EXPERT_DOWN", "fp8 7 experts, inter 40, 5|6|7 rows", D(.experts = 7, .topk = 3, SIG, .wtype = FP8, .k = 40, .T = 4, .n = {5, 6, 7}, .row0 = 120)},
+    {"EXPERT_DOWN", "fp8 12 experts, inter 300, 1|2|127, local", D(.experts = 12, .topk = 4, SIG, .wtype = FP8, .k = 300, .T = 5, .n = {1, 2, 127}, .row0 = 126, .local = 1)},
+    {"EXPERT_DOWN", "fp8 256 experts, inter 1024, 17|18|17, local", D(.experts = 256, .topk = 8, SIG, .wtype = FP8, .k = 1024, .T = 17, .n = {17, 18, 17}, .row0 = 115, .local = 1, .alias = 1)},
+    {"EXPERT_DOWN", "fp8 512 experts, inter 512, 15|16|16", D(.experts = 512, .topk = 10, SOFT, .wtype = FP8, .k = 512, .T = 14, .n = {15, 16, 16}, .row0 = 120, .alias = 1)},
+    {"EXPERT_DOWN", "fp8 64 experts, inter 1408, 46|47|47", D(.experts = 64, .topk = 6, SIG, .wtype = FP8, .k = 1408, .T = 22, .n = {46, 47, 47}, .row0 = 100, .alias = 2)},
+    {"EXPERT_DOWN", "bf16 16 experts, inter 96, 17|18|17, local", D(.experts = 16, .topk = 6, SIG, .wtype = BF16, .k = 96, .T = 22, .n = {17, 18, 17}, .local = 1)},
+    {0},
+};

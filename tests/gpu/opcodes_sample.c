@@ -1,0 +1,121 @@
+/* SAMPLE; the list of all cases and the negative controls. */
+#include "tests/gpu/opcodes.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct sample_arg {
+    uint32_t vocab, slices;
+    int flat; /* many equal logits */
+} sample_arg;
+
+static void sample_make(mk_case *c, const void *arg)
+{
+    const sample_arg *a = arg;
+    case_even(c, "stats", MK_F32, 0, 4 * a->slices, a->slices);
+    case_bulk(c, "logits", (uint64_t)MK_MAX_ROWS * a->vocab * 4, a->slices);
+    case_local(c, "sampled", sizeof(mk_sampled));
+    mk_insn *in = case_add(c, 0, MK_OP_SAMPLE);
+    in->layer = MK_NONE;
+    in->sample = (mk_sample){.vocab = a->vocab, .slices = a->slices};
+    case_wait(c, in, 0);
+    case_wait(c, in, 1);
+    case_to(c, in, 2, 0);
+    case_seal(c, &(case_sizes){0});
+    const mk_sampling s[CASE_STREAMS] = {{.temperature = 0, .top_p = 1},
+                                         {.temperature = 1, .top_p = 1, .seed = 3},
+                                         {.temperature = 0.7f, .top_p = 1, .top_k = 50, .seed = 4},
+                                         {.temperature = 1.3f, .top_p = 0.9f, .seed = 5},
+                                         {.temperature = 1, .top_p = 1, .min_p = 0.1f, .seed = 6},
+                                         {.temperature = 0.9f, .top_p = 0.8f, .min_p = 0.01f, .top_k = 200, .seed = 7},
+                                         {.temperature = 2, .top_p = 1, .top_k = 1, .seed = 8},
+                                         {.temperature = 1, .top_p = 0.5f, .seed = 9}};
+    for (uint32_t i = 0; i < CASE_STREAMS; i++) c->mem.slot[i].sampling = s[i];
+}
+
+static void sample_feed(mk_case *c, const void *arg)
+{
+    const sample_arg *a = arg;
+    mk_vec *v = &c->prog.vec[0];
+    case_signalled(c, 1);
+    for (uint32_t r = 0; r < c->step.nrows; r++) {
+        float *l = (float *)c->mem.bulk + (uint64_t)r * a->vocab;
+        uint32_t id = c->row_id[r];
+        c->step.row[r].flags |= id == 6 ? 0 : MK_ROW_LOGITS | (id == 7 ? MK_ROW_SCORE : MK_ROW_SAMPLE);
+        c->step.row[r].target = id * 31 % a->vocab;
+        c->step.any_logits = 1;
+        case_fill(c, 7400, id, l, a->vocab, 3);
+        for (uint32_t i = 0; i < a->vocab && a->flat; i++) l[i] = roundf(l[i] / 2);
+        for (uint32_t s = 0; s < a->slices; s++) {
+            uint32_t lo = mk_start(s, a->vocab, a->slices), hi = mk_start(s + 1, a->vocab, a->slices), best = lo;
+            double sum = 0;
+            for (uint32_t i = lo; i < hi; i++)
+                if (l[i] > l[best]) best = i;
+            for (uint32_t i = lo; i < hi; i++) sum += exp((double)(l[i] - l[best]));
+            float stats[4] = {l[best], 0, (float)sum, 0};
+            memcpy(&stats[1], &best, 4);
+            if (id == 6) stats[0] = -INFINITY, memset(&stats[1], 0xff, 4), stats[2] = 0;
+            mk_insn in = {.signal_vec = 0, .signal_pub = c->pub[0]};
+            mk_ctx x = {.prog = &c->prog, .in = &in, .mem = &c->mem, .step = &c->step, .epoch0 = c->epoch0};
+            mk_publish(&x, r, s, stats, 0);
+        }
+    }
+    (void)v;
+}
+
+#define S(...) sample_make, sample_feed, &(const sample_arg){__VA_ARGS__}, 0
+
+const case_spec sample_cases[] = {
+    {"SAMPLE", "vocabulary 515 in 8 slices", S(.vocab = 515, .slices = 8)},
+    {"SAMPLE", "vocabulary 32,000 in 264 slices, many ties", S(.vocab = 32000, .slices = 264, .flat = 1)},
+    {"SAMPLE", "vocabulary 163,840 in 1,320 slices", S(.vocab = 163840, .slices = 1320)},
+    {0},
+};
+
+static const case_spec *const all[] = {matrix_cases, expert_cases, state_cases, attention_cases, sample_cases};
+
+const case_spec *case_next(const case_spec *s)
+{
+    if (!s) return all[0];
+    if (s[1].op) return s + 1;
+    for (uint32_t i = 0; i + 1 < sizeof all / sizeof *all; i++)
+        for (const case_spec *x = all[i]; x->op; x++)
+            if (x == s) return all[i + 1];
+    return NULL;
+}
+
+/* ---- what must be found ---------------------------------------------------------------------------------------------- */
+
+static void shift_scales(mk_insn *in)
+{
+    in->gemv.phase = (uint16_t)(in->gemv.phase - (in->gemv.phase >= 4 ? 4 : 0));
+}
+static void input_off_by_one(mk_insn *in) { in->gemv.in_off++; }
+static void forget_residual_scale(mk_insn *in) { in->gemv.scale = 1.02f; }
+static void drop_bias(mk_insn *in) { in->route.has_bias = 0; }
+static void up_other_slice(mk_insn *in) { in->expert.base -= 128; }
+static void down_phase(mk_insn *in) { in->expert.phase = (uint16_t)(in->expert.phase > 2 ? in->expert.phase - 3 : in->expert.phase + 3); }
+static void head_eps(mk_insn *in) { in->lm_head.eps = 0.1f; }
+static void conv_state(mk_insn *in) { in->conv.param_off++; }
+static void delta_gate(mk_insn *in) { in->delta.b_off++; }
+static void no_rotation(mk_insn *in) { in->mla.rotary = 0; }
+static void softmax_scale(mk_insn *in) { in->mla.scale *= 1.01f; }
+static void combine_head(mk_insn *in) { in->mla.head0 ^= 1; }
+
+const case_wrong case_wrongs[] = {
+    {"scale segment shifted by 4 rows", &matrix_cases[1], shift_scales},
+    {"input off by one value", &matrix_cases[17], input_off_by_one},
+    {"2 % too much", &matrix_cases[2], forget_residual_scale},
+    {"another epsilon", &matrix_cases[34], head_eps},
+    {"bias dropped", &expert_cases[1], drop_bias},
+    {"expert memory off by 128 bytes", &expert_cases[12], up_other_slice},
+    {"scale segment shifted by 3 rows", &expert_cases[18], down_phase},
+    {"filter off by one tap", &state_cases[0], conv_state},
+    {"beta of the next head", &state_cases[3], delta_gate},
+    {"keys not rotated", &attention_cases[0], no_rotation},
+    {"softmax scale off by 1 %", &attention_cases[3], softmax_scale},
+    {"another head's partials", &attention_cases[8], combine_head},
+    {"a stray write into the exchange", &matrix_cases[0], NULL},
+};
+const uint32_t n_case_wrongs = sizeof case_wrongs / sizeof *case_wrongs;
