@@ -22,6 +22,7 @@ typedef struct mk_engine_config {
     uint64_t kv_tokens;       /* size of the page pool in tokens; 0: streams * context */
     uint64_t memory;          /* bytes the engine may use; 0: what the machine has free */
     enum mk_weights_mode weights;
+    enum mk_lm_head_mode lm_head;
     int act_f32;              /* twin only */
     const char *flight_dir;   /* where a hang of the GPU is recorded; NULL or "": the working directory */
     uint32_t epoch0;          /* first epoch (tests: 0xFFFFFFF0) */

@@ -416,7 +416,11 @@ static int decide(resolver *r, mk_mat *mat, enum mk_st_dtype dtype, uint32_t col
     mat->exact = 0;
     mat->scale_k = 128;
     mat->tensor_rows = 0;
-    if (r->mode == MK_WEIGHTS_BF16) return MK_OK;
+    if (mat == &r->m->lm_head && r->m->lm_head_mode == MK_LM_HEAD_FP8) {
+        mat->wtype = MK_W_FP8; /* PLAIN: its blocks are the tensor's */
+        return MK_OK;
+    }
+    if (r->mode == MK_WEIGHTS_BF16 || (mat == &r->m->lm_head && r->m->lm_head_mode == MK_LM_HEAD_BF16)) return MK_OK;
     if (dtype == MK_ST_F8_E4M3 && mat != &r->m->embed) { /* EMBED reads single rows of BF16 */
         mat->wtype = MK_W_FP8;
         if (mat->source == MK_SRC_PLAIN || mat->source == MK_SRC_STACKED || blocks_map(mat, cols)) return MK_OK;

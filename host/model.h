@@ -16,6 +16,13 @@ enum mk_weights_mode {
     MK_WEIGHTS_BF16,     /* everything becomes BF16 (FP8 is dequantised, F32 rounded: said once in the log) */
 };
 
+/* The LM head alone; what it is stored as, or the weights mode, decides by default. */
+enum mk_lm_head_mode {
+    MK_LM_HEAD_AUTO = 0, /* BF16, unless the checkpoint has it quantised */
+    MK_LM_HEAD_FP8,      /* e4m3 in 128 x 128 blocks, whatever the other weights are: half the bytes of what is up to a fifth of a token's */
+    MK_LM_HEAD_BF16,
+};
+
 /* An n x k matrix used as y = W x. */
 typedef struct mk_mat {
     char tensor[MK_NAME]; /* checkpoint name with ".weight"; may hold one %u for the expert */
@@ -124,6 +131,7 @@ typedef struct mk_model {
     uint32_t hidden, layers, vocab, max_context;
     mk_mat embed, lm_head; /* tied: the same tensor */
     uint8_t tied;
+    uint8_t lm_head_mode; /* enum mk_lm_head_mode; set between mk_model_read and mk_model_resolve */
     mk_norm final_norm;
     float embed_scale;
     mk_layer *layer; /* [layers], owned */

@@ -9,6 +9,7 @@
 typedef struct mk_session_config {
     const char *dir; /* checkpoint */
     enum mk_weights_mode weights;
+    enum mk_lm_head_mode lm_head;
     uint32_t workers, slots, context, epoch0; /* 0: 8, 1, 1024 and 0 */
     uint32_t sweep;                           /* see mk_twin_config */
     int act_f32;

@@ -87,11 +87,12 @@ int mkctl_plan(int argc, char **argv)
 {
     uint32_t workers = 8, context = 2048, smem_kb = 0;
     double gb = 130;
-    const char *path = NULL, *weights = "auto", *out = NULL;
+    const char *path = NULL, *weights = "auto", *head = "auto", *out = NULL;
     const mkctl_flag flags[] = {
         {"--workers", MKCTL_U32, &workers, "workers (SMs) to plan for"},
         {"--context", MKCTL_U32, &context, "tokens a stream holds, for the bytes of a token"},
         {"--weights", MKCTL_TEXT, &weights, "auto, fp8 or bf16"},
+        {"--lm-head", MKCTL_TEXT, &head, "auto, fp8 or bf16"},
         {"--memory-gb", MKCTL_REAL, &gb, "memory to fill with streams"},
         {"--smem-kb", MKCTL_U32, &smem_kb, "shared memory of a worker (227 on Hopper); 0: no limit, twin only"},
         {"--out", MKCTL_TEXT, &out, "write the program to this file"},
@@ -108,6 +109,8 @@ int mkctl_plan(int argc, char **argv)
         mode = MK_WEIGHTS_BF16;
     else if (strcmp(weights, "auto"))
         return mkctl_usage("plan: --weights: expected auto, fp8 or bf16, found \"%s\"", weights);
+    enum mk_lm_head_mode head_mode = !strcmp(head, "fp8") ? MK_LM_HEAD_FP8 : !strcmp(head, "bf16") ? MK_LM_HEAD_BF16 : MK_LM_HEAD_AUTO;
+    if (head_mode == MK_LM_HEAD_AUTO && strcmp(head, "auto")) return mkctl_usage("plan: --lm-head: expected auto, fp8 or bf16, found \"%s\"", head);
 
     mk_err err = {0};
     mk_model *m = NULL;
@@ -115,7 +118,7 @@ int mkctl_plan(int argc, char **argv)
     mk_validation val;
     mk_plan_config pc = {.workers = workers, .max_context = context, .kv_pages = (context + MK_PAGE - 1) / MK_PAGE, .state_slots = 1,
                          .smem_limit = smem_kb * 1024};
-    if ((rc = mk_model_read(path, &m, &err)) || (rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
+    if ((rc = mk_model_read(path, &m, &err)) || (m->lm_head_mode = (uint8_t)head_mode, rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
         (rc = mk_validate(plan->prog, &val, &err)) || (out && (rc = mk_program_save(plan->prog, out, &err)))) {
         rc = mkctl_failed("plan", &err);
     } else {

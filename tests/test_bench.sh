@@ -19,6 +19,7 @@ refused() { # CODE TEXT command...
     return 1
 }
 start() {
+    rm -f "$T/ready" && : >"$T/ready"
     "$MKD" --model tests/oracle/kimi_linear --socket-dir "$T/run" --context 4096 --streams 2 --device cpu "$@" >"$T/ready" 2>"$T/mkd.err" </dev/null &
     PID=$!
     for ((i = 0; i < 1200; i++)); do
@@ -62,6 +63,7 @@ check "plots of them" eval 'python3 profiles/plot.py "$T" && python3 -c "import 
 check "one report on stdout" eval '"$MKCTL" bench --socket-dir "$T/run" --ctx 8 --steps 4 | python3 -c "import json, sys; assert json.load(sys.stdin)[\"ctx\"] == 8"'
 check "rows out of range" refused 2 "--rows: expected 1 to 8, found 9" "$MKCTL" bench --socket-dir "$T/run" --ctx 8 --rows 9
 check "context over the daemon's" refused 8 "the limit of a stream is 4096" "$MKCTL" bench --socket-dir "$T/run" --ctx 8000 --steps 4
+check "one of several contexts over it is left out" eval '"$MKCTL" bench --socket-dir "$T/run" --ctx 16,8000 --steps 4 --out-dir "$T" && [ -s "$T/kimi_linear-ctx16-rows1.json" ] && [ ! -e "$T/kimi_linear-ctx8000-rows1.json" ]'
 check "synth on a running daemon" eval '"$MKCTL" synth --socket-dir "$T/run" --tokens 30 --ctx 300 | grep -q "^30 tokens at context 300: .* ms a token"'
 check "ordinary streams beside it" eval '"$MKCTL" generate --socket-dir "$T/run" --ids 512,1,2,3 --temperature 0 --stop "" --max-new 8 >"$T/gen" 2>&1'
 check "it stops" stop

@@ -25,16 +25,15 @@ static json_t *reference(void)
     return r;
 }
 
-static void score(void **state)
+static void score_with(enum mk_lm_head_mode head)
 {
-    (void)state;
     json_t *ref = reference(), *per = json_object_get(ref, "bits_per_window");
     static uint8_t text[WINDOWS * (WINDOW - 1)];
     FILE *f = fopen(DIR "/heldout.txt", "rb");
     assert_non_null(f);
     assert_int_equal(fread(text, 1, sizeof text, f), sizeof text);
     fclose(f);
-    mk_session *s = rig_open(&(mk_session_config){.dir = DIR "/checkpoint"});
+    mk_session *s = rig_open(&(mk_session_config){.dir = DIR "/checkpoint", .lm_head = head});
     double bits = 0, want = 0;
     for (uint32_t w = 0; w < WINDOWS; w++) {
         uint32_t ids[WINDOW] = {BEGIN};
@@ -57,11 +56,24 @@ static void score(void **state)
         want += r;
     }
     double n = WINDOWS * (WINDOW - 1);
-    print_message("%.4f bits per byte, reference %.4f\n", bits / n, want / n);
+    print_message("%.4f bits per byte%s, reference %.4f\n", bits / n, head == MK_LM_HEAD_FP8 ? " with the LM head in FP8" : "", want / n);
+    assert_int_equal(s->model->lm_head.wtype == MK_W_FP8, head == MK_LM_HEAD_FP8);
     assert_true(fabs(bits - want) / n <= 0.005); /* errors of windows do not add up */
     assert_true(json_real_value(json_object_get(ref, "bits_per_byte")) <= 2.2);
     mk_session_close(&s);
     json_decref(ref);
+}
+
+static void score(void **state)
+{
+    (void)state;
+    score_with(MK_LM_HEAD_AUTO);
+}
+
+static void score_fp8_head(void **state)
+{
+    (void)state;
+    score_with(MK_LM_HEAD_FP8);
 }
 
 static void golden(void **state)
@@ -95,6 +107,6 @@ static void golden(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(score), cmocka_unit_test(golden)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(score), cmocka_unit_test(score_fp8_head), cmocka_unit_test(golden)};
     return cmocka_run_group_tests_name("english", tests, NULL, NULL);
 }
