@@ -3,7 +3,9 @@
 #ifdef MK_CUDA
 
 #include "host/log.h"
+#include "host/numa.h"
 #include "host/pack.h"
+#include "host/recover.h"
 #include "host/synth.h"
 #include "megakernel/ceiling.h"
 #include "megakernel/gpu.h"
@@ -15,17 +17,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 #define RESERVE (2ull << 30) /* device memory left to the driver, its contexts and page tables */
 
-#define LOOK_MS     100  /* how often a step that does not end is looked at */
-#define DEADLINE_MS 1000 /* the same step for so long: it hangs. Below the kernel's own limit of a wait, after which its workers run on with
+#define LOOK_MS     50   /* how often a kernel that shows no sign of life is looked at */
+#define DEADLINE_MS 1000 /* no sign of life for so long: it hangs. Below the kernel's own limit of a wait, after which its workers run on with
                             what they have and no longer show who waited for whom */
 #define LEAVE_MS    1000 /* for an aborted kernel to leave */
-#define MAX_HANGS   5    /* survived within HANGS_MS; at the next, launching again does not help (rebuilding a stream may be what hangs) */
-#define HANGS_MS    60000
 
 /* WATCHING -> HANGS or LEFT (the polling thread saw it) -> ABORTED (the server's thread has dealt with it; events may still lie in the ring)
  * -> WATCHING again, with the kernel launched anew and MK_EV_RESTARTED reported. */
@@ -37,11 +36,9 @@ typedef struct gpu_machine {
     mk_gpu_rings rings;
     uint32_t event_next, epoch0;
     pthread_t poller;
-    int polling, stop; /* stop: atomic */
+    int polling, polls, stop; /* polls, stop: atomic */
     int watch;         /* enum watch_state, atomic */
-    uint32_t hangs;
-    uint64_t hang_ms[MAX_HANGS]; /* when the last ones were */
-    char flight_dir[PATH_MAX];
+    mk_recovery recovery;
 } gpu_machine;
 
 static gpu_machine *of(mk_machine *m) { return (gpu_machine *)m; }
@@ -55,38 +52,26 @@ int mk_machine_gpu_limits(mk_machine_limits *l, mk_err *err)
     return MK_OK;
 }
 
-static uint64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
-}
-
-/* What the polling thread knows of the step under way. */
+/* What the polling thread knows of the kernel's pulse. */
 typedef struct watch {
-    uint32_t steps, step; /* finished at the last look; under way since `since` */
-    uint64_t looked, since;
+    uint32_t pulse;         /* at the last look */
+    uint64_t looked, since; /* when that was; when the pulse was first seen to stand still, 0: it moves */
 } watch;
 
-/* Kept cheap: two words of pinned memory, and every LOOK_MS without progress 16 bytes by copy engine. */
+/* SCHEDULE finishes a step or finds nothing to do; both show in pinned memory. CUDA is asked only when neither happens: has the kernel left? */
 static enum watch_state look(mk_gpu *gpu, watch *w)
 {
-    uint32_t steps = mk_gpu_steps(gpu), step = 0;
-    uint64_t t = now_ms();
-    if (mk_gpu_left(gpu)) return LEFT;
-    if (steps != w->steps) {
-        *w = (watch){.steps = steps, .looked = t};
-        return WATCHING;
-    }
+    uint64_t t = mk_now_ms();
     if (t - w->looked < LOOK_MS) return WATCHING;
     w->looked = t;
-    int busy = mk_gpu_busy(gpu, &step);
-    if (busy < 0) return LEFT; /* CUDA says why when it is asked again */
-    if (!busy || !w->since || step != w->step) {
-        w->since = busy ? t : 0;
-        w->step = step;
+    uint32_t pulse = mk_gpu_pulse(gpu);
+    if (pulse != w->pulse) {
+        w->pulse = pulse;
+        w->since = 0;
         return WATCHING;
     }
+    if (mk_gpu_left(gpu)) return LEFT;
+    if (!w->since) w->since = t; /* not since the look before: this process may have been stopped in between */
     return t - w->since >= DEADLINE_MS ? HANGS : WATCHING;
 }
 
@@ -94,10 +79,10 @@ static enum watch_state look(mk_gpu *gpu, watch *w)
 static void *poll_main(void *arg)
 {
     gpu_machine *g = arg;
-    uint32_t seen = 0, idle = 0, often = 4096;
+    uint32_t seen = 0, idle = 0, spin = mk_numa_cpus() > 2, often = spin ? 4096 : 256;
     watch w = {0};
-    int spin = sysconf(_SC_NPROCESSORS_ONLN) > 2;
-    if (!spin) often = 256;
+    mk_gpu_left(g->gpu); /* what CUDA sets up for a thread it does now */
+    __atomic_store_n(&g->polls, 1, __ATOMIC_RELEASE);
     while (!__atomic_load_n(&g->stop, __ATOMIC_ACQUIRE)) {
         if (__atomic_load_n(&g->watch, __ATOMIC_ACQUIRE) != WATCHING) { /* the rings are the server thread's until it has launched again */
             usleep(500);
@@ -122,49 +107,32 @@ static void *poll_main(void *arg)
     return NULL;
 }
 
-/* Writes the flight file, says what happened, makes the kernel leave. Where it cannot or should not be launched again the process ends: its
- * supervisor starts a new one. _exit, because a broken CUDA context does not always let go. */
+/* Writes the flight file, says what happened, makes the kernel leave. */
 static void deal_with(gpu_machine *g)
 {
     mk_snapshot s;
     mk_err err = {0}, gone = {0};
-    char path[PATH_MAX + 64], text[512];
     int hangs = __atomic_load_n(&g->watch, __ATOMIC_ACQUIRE) == HANGS;
     mk_gpu_snapshot(g->gpu, &s, &err);
     if (!hangs && s.device_read) s.live = 0;
     /* Not before the snapshot: aborted workers run on with what they have. */
     int lost = mk_gpu_abort(g->gpu, LEAVE_MS, &gone);
-    if (lost)
-        snprintf(text, sizeof text, "%.400s", gone.msg);
-    else if (s.live || s.kernel[0])
-        mk_snapshot_text(&s, text, sizeof text);
-    else
-        snprintf(text, sizeof text, "the kernel left without a word");
-    if (mk_flight_write(&s, g->flight_dir, g->m.name, text, path, sizeof path, &err)) snprintf(path, sizeof path, "(none: %.300s)", err.msg);
+    mk_recovery_note(&g->recovery, &s, "GPU", lost ? gone.msg : NULL);
     mk_snapshot_free(&s);
-    uint64_t *oldest = &g->hang_ms[g->hangs++ % MAX_HANGS], t = now_ms();
-    int again = *oldest && t - *oldest < HANGS_MS; /* it is MAX_HANGS hangs ago */
-    *oldest = t;
-    if (lost || again) {
-        mk_log(MK_LOG_ERROR, "GPU lost: %s%s; flight record %s", again ? "it hangs again and again: " : "", text, path);
-        _exit(MK_E_DEVICE);
-    }
-    mk_log(MK_LOG_ERROR, "GPU: %s; flight record %s", text, path);
     __atomic_store_n(&g->watch, ABORTED, __ATOMIC_RELEASE);
 }
 
 static void relaunch(gpu_machine *g)
 {
     mk_err err = {0};
-    uint64_t t = now_ms();
+    uint64_t t = mk_now_ms();
     g->event_next = 0;
     if (mk_gpu_start(g->gpu, mk_gpu_next_epoch(g->gpu), &err)) {
         mk_log(MK_LOG_ERROR, "GPU lost: %s", err.msg);
         _exit(MK_E_DEVICE);
     }
     g->m.launches++;
-    mk_log(MK_LOG_WARN, "GPU: the kernel was launched again in %llu ms: running requests failed, streams are rebuilt from their tokens",
-           (unsigned long long)(now_ms() - t));
+    mk_recovery_done("GPU", t);
     __atomic_store_n(&g->watch, WATCHING, __ATOMIC_RELEASE);
 }
 
@@ -177,6 +145,7 @@ static int gpu_start(mk_machine *m, mk_err *err)
     rc = pthread_create(&g->poller, NULL, poll_main, g);
     if (rc) return mk_fail(err, MK_E_SYSTEM, "cannot start the polling thread: %s", strerror(rc));
     g->polling = 1;
+    while (!__atomic_load_n(&g->polls, __ATOMIC_ACQUIRE)) usleep(100);
     return MK_OK;
 }
 
@@ -241,24 +210,6 @@ static int upload(const mk_plan *plan, const mk_checkpoint *ck, mk_gpu *gpu, mk_
     return rc;
 }
 
-/* Debug builds (make DEBUG=1) only: MKD_INJECT_HANG=WORKER:INSTRUCTION:STEP in the environment makes that worker's controller stop for ever before that
- * instruction (an index into its queue) of that step, counted from the launch. Once: the kernel that is launched after it runs undisturbed. */
-static void inject(mk_gpu_config *gc)
-{
-#ifdef MK_DEBUG
-    const char *at = getenv("MKD_INJECT_HANG");
-    if (!at) return;
-    if (sscanf(at, "%u:%u:%u", &gc->hang_worker, &gc->hang_seq, &gc->hang_step) != 3) {
-        mk_log(MK_LOG_WARN, "MKD_INJECT_HANG: expected WORKER:INSTRUCTION:STEP, found \"%.80s\"", at);
-        return;
-    }
-    mk_log(MK_LOG_WARN, "MKD_INJECT_HANG: worker %u will hang before instruction %u of step %u", gc->hang_worker, gc->hang_seq, gc->hang_step);
-    gc->hang_worker++;
-#else
-    (void)gc;
-#endif
-}
-
 int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **out, mk_err *err)
 {
     static const mk_machine_ops ops = {gpu_start, gpu_submit, gpu_events, gpu_doorbell, gpu_steps, gpu_trace, gpu_destroy};
@@ -269,11 +220,15 @@ int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machin
     mk_gpu_info info;
     m->ops = &ops;
     g->epoch0 = cfg->epoch0;
-    snprintf(g->flight_dir, sizeof g->flight_dir, "%s", cfg->flight_dir && cfg->flight_dir[0] ? cfg->flight_dir : ".");
+    mk_recovery_init(&g->recovery, cfg->flight_dir);
     m->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     int rc = m->event_fd < 0 ? mk_fail(err, MK_E_SYSTEM, "eventfd: %s", strerror(errno)) : mk_gpu_probe(0, &info, err);
+    if (!rc) {
+        char placed[256];
+        mk_numa_place(info.pci, placed, sizeof placed);
+        mk_log(MK_LOG_INFO, "%s", placed);
+    }
     mk_gpu_config gc = {.slots = cfg->slots, .context = cfg->context};
-    inject(&gc);
     if (!rc) rc = mk_ceiling_measure(0, &m->ceiling_gb_s, err);
     if (!rc) rc = mk_gpu_new(plan->prog, &gc, &g->gpu, err);
     if (!rc) rc = ck ? upload(plan, ck, g->gpu, err) : mk_synthesize(plan, g->gpu, err);

@@ -1,6 +1,8 @@
 #include "host/machine.h"
 
+#include "host/log.h"
 #include "host/pack.h"
+#include "host/recover.h"
 #include "megakernel/twin.h"
 
 #include <errno.h>
@@ -18,9 +20,10 @@ typedef struct twin_machine {
     uint32_t submit_next, event_next; /* the host's side of the rings */
     int doorbell_fd;
     pthread_t thread;
-    int running;
+    int running, hangs; /* hangs: atomic; the thread has ended because of it */
     uint32_t instructions;
-    uint64_t steps; /* written by the thread */
+    uint64_t steps;     /* written by the thread */
+    mk_recovery recovery;
 } twin_machine;
 
 static twin_machine *of(mk_machine *m) { return (twin_machine *)m; }
@@ -50,7 +53,13 @@ static void *thread_main(void *arg)
     for (;;) {
         uint32_t ran, before = s->event_next;
         mk_err err;
-        if (mk_twin_step(t->twin, &ran, &err)) {
+        int rc = mk_twin_step(t->twin, &ran, &err);
+        if (rc == MK_E_DEVICE) {
+            __atomic_store_n(&t->hangs, 1, __ATOMIC_RELEASE);
+            mk_ring_fd(t->m.event_fd);
+            return NULL;
+        }
+        if (rc) {
             /* a validated program cannot get here */
             fprintf(stderr, "mkd: internal error: %s\n", err.msg);
             _exit(MK_E_BUG);
@@ -91,11 +100,38 @@ static int twin_submit(mk_machine *m, const mk_submit *s, mk_err *err)
     return MK_OK;
 }
 
+/* As host/machine_gpu.c does it; the hang needs no watch here. The thread has ended. */
+static void relaunch(twin_machine *t)
+{
+    mk_snapshot s;
+    mk_err err = {0};
+    uint64_t since = mk_now_ms();
+    pthread_join(t->thread, NULL);
+    t->running = 0;
+    mk_twin_snapshot(t->twin, &s, &err);
+    mk_recovery_note(&t->recovery, &s, "twin", NULL);
+    mk_snapshot_free(&s);
+    mk_twin_restart(t->twin);
+    t->submit_next = t->event_next = 0;
+    __atomic_store_n(&t->hangs, 0, __ATOMIC_RELEASE);
+    if (twin_start(&t->m, &err)) {
+        mk_log(MK_LOG_ERROR, "twin lost: %s", err.msg);
+        _exit(err.code);
+    }
+    mk_recovery_done("twin", since);
+}
+
 static uint32_t twin_events(mk_machine *m, mk_event *ev, uint32_t n)
 {
     twin_machine *t = of(m);
     mk_sched *s = mk_twin_sched(t->twin);
+    int hangs = __atomic_load_n(&t->hangs, __ATOMIC_ACQUIRE); /* before the ring is looked at: it is complete then */
     uint32_t got = mk_take_events(s->event, &t->event_next, s->event_read, ev, n);
+    if (got < n && hangs) {
+        relaunch(t);
+        ev[got++] = (mk_event){.kind = MK_EV_RESTARTED};
+        return got;
+    }
     if (got && __atomic_load_n(&s->stalled, __ATOMIC_RELAXED)) mk_ring_fd(t->doorbell_fd);
     return got;
 }
@@ -121,9 +157,10 @@ static void twin_destroy(mk_machine *m)
     if (t->running) {
         mk_event ev[64];
         struct timespec ts;
-        while (twin_submit(m, &(mk_submit){.op = MK_SUB_STOP}, NULL)) usleep(1000);
+        uint32_t hangs = ~t->recovery.hangs;
         do { /* the thread may be held up by a full token ring */
             while (twin_events(m, ev, 64)) {}
+            if (hangs != t->recovery.hangs && !twin_submit(m, &(mk_submit){.op = MK_SUB_STOP}, NULL)) hangs = t->recovery.hangs; /* launched again: again */
             twin_doorbell(m);
             clock_gettime(CLOCK_REALTIME, &ts);
             ts.tv_nsec += 20 * 1000 * 1000;
@@ -145,6 +182,7 @@ int mk_machine_twin(const mk_plan *plan, const mk_checkpoint *ck, const mk_machi
     mk_machine *m = &t->m;
     m->ops = &ops;
     t->instructions = plan->prog->info.n_insn;
+    mk_recovery_init(&t->recovery, cfg->flight_dir);
     t->doorbell_fd = eventfd(0, EFD_CLOEXEC);
     m->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     int rc = t->doorbell_fd < 0 || m->event_fd < 0 ? mk_fail(err, MK_E_SYSTEM, "eventfd: %s", strerror(errno)) : MK_OK;

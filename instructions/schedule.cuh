@@ -24,7 +24,9 @@ MK_CALL bool mk_schedule_compose(void)
     mk_sched *s = a->sched;
     do {
         mk_sched_compose(s, mk_now());
-        ((volatile uint32_t *)a->heartbeat)[1] = s->submit_next;
+        while (s->hang == MK_HANG_IDLE && !mk_load_relaxed(a->abort)) {}
+        ((volatile uint32_t *)a->heartbeat)[MK_BEAT_TAKEN] = s->submit_next;
+        if (!s->next.nrows) ((volatile uint32_t *)a->heartbeat)[MK_BEAT_IDLE] = ++s->idle;
         if (mk_load_relaxed(a->abort)) return false;
     } while (!s->stop && !s->next.nrows);
     if (s->stop) s->next.nrows = 0;
@@ -60,7 +62,7 @@ MK_DEV void mk_schedule_run(const mk_dev *d)
         mk_sched *s = d->a->sched;
         mk_sched_finish(s, d->step, m->token, m->logprob, mk_now());
         s->step++;
-        ((volatile uint32_t *)d->a->heartbeat)[0] = s->step;
+        ((volatile uint32_t *)d->a->heartbeat)[MK_BEAT_STEPS] = s->step;
     }
     __syncwarp();
     mk_trace_publish(d);

@@ -56,6 +56,10 @@ typedef struct mk_fault {
     uint32_t slice0, expected, found;
 } mk_fault;
 
+/* Words that SCHEDULE's worker writes and the host reads. */
+enum mk_beat { MK_BEAT_STEPS = 0, /* finished */ MK_BEAT_TAKEN = 1, /* submit entries */ MK_BEAT_IDLE = 2 /* looks for work that found none */ };
+#define MK_HEARTBEAT_BYTES 128u
+
 /* Everything the kernel is told, once. Pointers into device memory unless said otherwise. */
 typedef struct mk_gpu_args {
     const mk_insn *insn;
@@ -79,13 +83,12 @@ typedef struct mk_gpu_args {
     uint32_t *abort;
     uint32_t *position;   /* [workers] the instruction last fed: for the flight recorder */
     mk_fault *fault;      /* pinned */
-    uint32_t *heartbeat;  /* pinned: steps finished, submit entries taken */
+    uint32_t *heartbeat;  /* pinned; enum mk_beat */
     uint64_t state_slot_bytes, kv_page_bytes, timeout_ns;
     uint32_t packets, sweep; /* of the exchange; steps between two sweeps of them */
     uint32_t n_vec, n_start, workers, epoch0, max_pages, local_bytes, static_stages;
     uint4 *trace;            /* records: megakernel/trace.h */
     uint32_t n_insn;
-    uint32_t hang_worker, hang_seq, hang_step; /* fault injection: this worker stops before that instruction; MK_NONE: nobody */
 } mk_gpu_args;
 
 /* ROUTE's result once more, by (expert, row): pair p is one row's choice of one expert; the pairs of union expert j are

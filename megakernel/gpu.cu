@@ -7,9 +7,11 @@ extern "C" { /* C headers */
 #include "megakernel/kernel.h"
 
 #include <cuda_runtime.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef struct mk_alloc {
@@ -24,15 +26,15 @@ struct mk_gpu {
     mk_gpu_args args;
     mk_alloc alloc[48];
     int n_alloc;
-    cudaStream_t run, copy, watch;
-    cudaEvent_t left;
+    cudaStream_t run, copy;
+    cudaEvent_t left, copied; /* made before the launch: recording and asking is all that happens to them afterwards */
     int running;
     uint32_t submit_next;
     uint32_t smem;
     /* pinned */
     mk_submit *submit;
     mk_event *event;
-    uint32_t *event_read, *page, *token, *heartbeat, *look;
+    uint32_t *event_read, *page, *token, *heartbeat;
     mk_slot *slot;
     mk_fault *fault;
     uint8_t *bounce; /* for small transfers */
@@ -45,6 +47,7 @@ struct mk_gpu {
 };
 
 #define MK_BOUNCE 65536u
+#define MK_COPY_MS 2000u /* for a copy engine to answer */
 
 static int cuda_fail(mk_err *err, cudaError_t e, const char *what)
 {
@@ -68,6 +71,7 @@ int mk_gpu_probe(int device, mk_gpu_info *info, mk_err *err)
     info->sms = (uint32_t)p.multiProcessorCount;
     info->smem = (uint32_t)p.sharedMemPerBlockOptin;
     info->memory = p.totalGlobalMem;
+    snprintf(info->pci, sizeof info->pci, "%04x:%02x:%02x.0", (unsigned)p.pciDomainID, (unsigned)p.pciBusID, (unsigned)p.pciDeviceID);
     return MK_OK;
 }
 
@@ -332,7 +336,7 @@ static int allocate(mk_gpu *g, mk_err *err)
              (g->page = (uint32_t *)pinned_memory(g, "page tables", 4ull * slots * g->max_pages, err)) &&
              (g->token = (uint32_t *)pinned_memory(g, "token logs", 4ull * slots * context, err)) &&
              (g->fault = (mk_fault *)pinned_memory(g, "fault record", sizeof(mk_fault), err)) &&
-             (g->heartbeat = (uint32_t *)pinned_memory(g, "heartbeat", 128, err)) &&
+             (g->heartbeat = (uint32_t *)pinned_memory(g, "heartbeat", MK_HEARTBEAT_BYTES, err)) &&
              (g->bounce = (uint8_t *)pinned_memory(g, "transfers", MK_BOUNCE, err));
     if (!ok) return err ? err->code : MK_E_CAPACITY;
     g->active = (uint32_t *)(g->st + slots);
@@ -341,11 +345,7 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->sched = g->sched;
     a->fault = g->fault;
     a->heartbeat = g->heartbeat;
-    g->look = g->heartbeat + 16;
     a->timeout_ns = (uint64_t)(g->cfg.timeout_ms ? g->cfg.timeout_ms : 2000) * 1000000u;
-    a->hang_worker = g->cfg.hang_worker ? g->cfg.hang_worker - 1 : MK_NONE;
-    a->hang_seq = g->cfg.hang_seq;
-    a->hang_step = g->cfg.hang_step;
     int rc = upload_vectors(g, err);
     return rc ? rc : upload_queues(g, p->insn, p->queue, a, err);
 }
@@ -372,7 +372,8 @@ int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_e
     cudaError_t e;
     int blocks = 0;
     if ((e = cudaSetDevice(g->device)) || (e = cudaStreamCreateWithFlags(&g->run, cudaStreamNonBlocking)) ||
-        (e = cudaStreamCreateWithFlags(&g->copy, cudaStreamNonBlocking)) || (e = cudaStreamCreateWithFlags(&g->watch, cudaStreamNonBlocking)) || (e = cudaEventCreateWithFlags(&g->left, cudaEventDisableTiming)) ||
+        (e = cudaStreamCreateWithFlags(&g->copy, cudaStreamNonBlocking)) || (e = cudaEventCreateWithFlags(&g->left, cudaEventDisableTiming)) ||
+        (e = cudaEventCreateWithFlags(&g->copied, cudaEventDisableTiming)) ||
         (e = cudaFuncSetAttribute(mk_kernel_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, (int)g->smem)) ||
         (e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, mk_kernel_entry(), MK_THREADS, g->smem))) {
         mk_gpu_destroy(&g);
@@ -437,6 +438,25 @@ int mk_gpu_upload_params(mk_gpu *g, const float *values, uint64_t at, uint64_t n
 
 /* ---- running -------------------------------------------------------------------------------------------------------- */
 
+/* Everything put into the copy stream so far is through. While the kernel is resident no call that synchronises may be made: an event is recorded and
+ * asked. A copy engine needs microseconds, so where there are cores to spare nobody sleeps. */
+static cudaError_t wait_copied(mk_gpu *g)
+{
+    struct timespec t;
+    uint64_t until = 0;
+    cudaError_t e = cudaEventRecord(g->copied, g->copy);
+    for (uint32_t n = 1; !e && (e = cudaEventQuery(g->copied)) == cudaErrorNotReady; n++) {
+        e = cudaSuccess;
+        if (n % 1024) continue;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        uint64_t now = (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
+        if (!until) until = now + MK_COPY_MS;
+        if (now > until) return cudaErrorTimeout;
+        sched_yield();
+    }
+    return e;
+}
+
 /* Packets all carry epoch0, which nobody waits for. */
 static cudaError_t reset_exchange(mk_gpu *g, uint32_t epoch0)
 {
@@ -450,7 +470,7 @@ static cudaError_t reset_exchange(mk_gpu *g, uint32_t epoch0)
         cudaError_t e = cudaMemcpyAsync(g->args.exchange + at, q, bytes - at < MK_BOUNCE ? bytes - at : MK_BOUNCE, cudaMemcpyHostToDevice, g->copy);
         if (e) return e;
     }
-    return cudaStreamSynchronize(g->copy);
+    return wait_copied(g);
 }
 
 int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err)
@@ -473,7 +493,8 @@ int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err)
     memset(g->submit, 0, sizeof(mk_submit) * MK_SUBMIT_RING);
     memset(g->event, 0, sizeof(mk_event) * MK_EVENT_RING);
     memset(g->fault, 0, sizeof *g->fault);
-    g->event_read[0] = g->heartbeat[0] = g->heartbeat[1] = 0;
+    memset(g->heartbeat, 0, MK_HEARTBEAT_BYTES);
+    g->event_read[0] = 0;
     cudaError_t e;
     void *arg[1] = {a};
     if ((e = cudaSetDevice(g->device)) || (e = reset_exchange(g, epoch0)) || (e = cudaMemset(a->counter, 0, 4ull * g->prog->info.n_counter)) ||
@@ -485,7 +506,6 @@ int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err)
         (e = cudaEventRecord(g->left, g->run)))
         return cuda_fail(err, e, "starting the kernel");
     g->running = 1;
-    a->hang_worker = MK_NONE; /* once */
     return MK_OK;
 }
 
@@ -604,12 +624,12 @@ mk_gpu_rings mk_gpu_sched_rings(mk_gpu *g)
 
 int mk_gpu_submit(mk_gpu *g, const mk_submit *s, mk_err *err)
 {
-    uint32_t taken = __atomic_load_n(&g->heartbeat[1], __ATOMIC_ACQUIRE);
+    uint32_t taken = __atomic_load_n(&g->heartbeat[MK_BEAT_TAKEN], __ATOMIC_ACQUIRE);
     if (g->submit_next - taken >= MK_SUBMIT_RING) return mk_fail(err, MK_E_CAPACITY, "the submit ring is full (%u entries)", MK_SUBMIT_RING);
     if (s->op == MK_SUB_OPEN && s->slot < g->cfg.slots) {
         size_t at = (size_t)s->slot * g->max_pages;
         cudaError_t e = cudaMemcpyAsync(g->pages + at, g->page + at, 4ull * g->max_pages, cudaMemcpyHostToDevice, g->copy);
-        if (!e) e = cudaStreamSynchronize(g->copy);
+        if (!e) e = wait_copied(g);
         if (e) return cuda_fail(err, e, "handing over a page table");
     }
     mk_submit *slot = &g->submit[g->submit_next % MK_SUBMIT_RING];
@@ -625,7 +645,7 @@ int mk_gpu_submit(mk_gpu *g, const mk_submit *s, mk_err *err)
 
 uint32_t mk_gpu_steps(const mk_gpu *g)
 {
-    return __atomic_load_n(&g->heartbeat[0], __ATOMIC_ACQUIRE);
+    return __atomic_load_n(&g->heartbeat[MK_BEAT_STEPS], __ATOMIC_ACQUIRE);
 }
 
 int mk_gpu_left(mk_gpu *g)
@@ -638,7 +658,7 @@ static int read_device(mk_gpu *g, const void *src, void *dst, uint64_t bytes, mk
     for (uint64_t at = 0; at < bytes; at += MK_BOUNCE) {
         uint64_t n = bytes - at < MK_BOUNCE ? bytes - at : MK_BOUNCE;
         cudaError_t e = cudaMemcpyAsync(g->bounce, (const uint8_t *)src + at, n, cudaMemcpyDeviceToHost, g->copy);
-        if (!e) e = cudaStreamSynchronize(g->copy);
+        if (!e) e = wait_copied(g);
         if (e) return cuda_fail(err, e, "reading device memory");
         memcpy((uint8_t *)dst + at, g->bounce, n);
     }
@@ -656,19 +676,29 @@ int mk_gpu_trace(mk_gpu *g, uint32_t k, mk_trace_record *r, mk_err *err)
     return read_device(g, g->args.trace + 2 * n * k, r, n * sizeof *r, err);
 }
 
-int mk_gpu_busy(mk_gpu *g, uint32_t *step)
+uint32_t mk_gpu_pulse(const mk_gpu *g)
 {
-    uint32_t n = mk_gpu_steps(g);
-    cudaError_t e = cudaMemcpyAsync(g->look, g->args.step_ring + (n % MK_STEP_RING) * MK_STEP_PACKETS, 16, cudaMemcpyDeviceToHost, g->watch);
-    if (!e) e = cudaStreamSynchronize(g->watch);
-    if (e) return -1;
-    *step = n;
-    return g->look[3] == n + 1 && g->look[1] != 0; /* the packet's epoch; mk_step.nrows */
+    return mk_gpu_steps(g) + __atomic_load_n(&g->heartbeat[MK_BEAT_IDLE], __ATOMIC_RELAXED);
 }
 
 uint32_t mk_gpu_next_epoch(const mk_gpu *g)
 {
     return g->args.epoch0 + (mk_gpu_steps(g) + 2) * MK_EPOCH_STRIDE;
+}
+
+/* The descriptor of the step under way; of no rows when there is none: SCHEDULE has not published it. */
+static int read_step(mk_gpu *g, uint32_t steps, mk_step *step, mk_err *err)
+{
+    uint32_t q[MK_STEP_PACKETS * 4], *word = (uint32_t *)step;
+    int rc = read_device(g, g->args.step_ring + (steps % MK_STEP_RING) * MK_STEP_PACKETS, q, sizeof q, err);
+    memset(step, 0, sizeof *step);
+    for (uint32_t k = 0; k < MK_STEP_PACKETS && !rc; k++)
+        if (q[4 * k + 3] != steps + 1) {
+            step->seq = steps;
+            return rc;
+        }
+    for (uint32_t k = 0; k < sizeof *step / 4 && !rc; k++) word[k] = q[k / 3 * 4 + k % 3];
+    return rc;
 }
 
 int mk_gpu_snapshot(mk_gpu *g, mk_snapshot *s, mk_err *err)
@@ -680,7 +710,7 @@ int mk_gpu_snapshot(mk_gpu *g, mk_snapshot *s, mk_err *err)
     s->epoch0 = g->args.epoch0;
     s->steps = mk_gpu_steps(g);
     s->submitted = g->submit_next;
-    s->taken = __atomic_load_n(&g->heartbeat[1], __ATOMIC_ACQUIRE);
+    s->taken = __atomic_load_n(&g->heartbeat[MK_BEAT_TAKEN], __ATOMIC_ACQUIRE);
     s->events_read = g->event_read[0];
     s->live = !mk_gpu_left(g) && !mk_gpu_fault(g, s->kernel, sizeof s->kernel);
     s->position = (uint32_t *)calloc(i->workers, 4);
@@ -690,9 +720,9 @@ int mk_gpu_snapshot(mk_gpu *g, mk_snapshot *s, mk_err *err)
     int rc;
     if ((rc = read_device(g, g->args.exchange, s->exchange, i->exchange_bytes, err)) ||
         (rc = read_device(g, g->args.position, s->position, 4ull * i->workers, err)) ||
-        (rc = read_device(g, g->args.counter, s->counter, 4ull * i->n_counter, err)) || (rc = read_device(g, g->sched, &sched, sizeof sched, err)))
+        (rc = read_device(g, g->args.counter, s->counter, 4ull * i->n_counter, err)) || (rc = read_device(g, g->sched, &sched, sizeof sched, err)) ||
+        (rc = read_step(g, s->steps, &s->step, err)))
         return rc;
-    s->step = sched.next;
     s->published = sched.event_next;
     s->streams = sched.n_active;
     s->device_read = 1;
@@ -782,7 +812,7 @@ void mk_gpu_destroy(mk_gpu **pg)
     if (g->left) cudaEventDestroy(g->left);
     if (g->run) cudaStreamDestroy(g->run);
     if (g->copy) cudaStreamDestroy(g->copy);
-    if (g->watch) cudaStreamDestroy(g->watch);
+    if (g->copied) cudaEventDestroy(g->copied);
     free(g);
     *pg = NULL;
 }

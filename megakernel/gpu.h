@@ -2,7 +2,8 @@
  *
  *   mk_gpu_probe -> mk_gpu_new -> mk_gpu_upload -> mk_gpu_start -> (rings) -> mk_gpu_stop -> [mk_gpu_start ...] -> mk_gpu_destroy
  *
- * Between start and stop nothing here calls CUDA but for copy-engine transfers on a stream made beforehand. One caller at a time. */
+ * Between start and stop nothing here calls CUDA but for copy-engine transfers on a stream made beforehand, from and to pinned memory, and recording and
+ * asking events made beforehand (tests/gpu/test_residency.sh counts). One caller at a time. */
 #ifndef MK_GPU_H
 #define MK_GPU_H
 
@@ -19,6 +20,7 @@ typedef struct mk_gpu mk_gpu;
 
 typedef struct mk_gpu_info {
     char name[256];
+    char pci[16];    /* "0000:1b:00.0", as in /sys/bus/pci/devices */
     uint32_t sms;
     uint32_t smem;   /* bytes of shared memory a block may have */
     uint64_t memory; /* bytes of device memory */
@@ -30,7 +32,6 @@ typedef struct mk_gpu_config {
     uint32_t context;    /* tokens of a slot's log */
     uint32_t timeout_ms; /* of every wait but the idle ones; 0: 2000 */
     uint32_t sweep;      /* steps between two sweeps of the exchange, a power of two; 0: 2^20 (megakernel/exchange.h) */
-    uint32_t hang_worker, hang_seq, hang_step; /* fault injection: worker + 1 (0: none) stops before that instruction of that step of the first launch */
 } mk_gpu_config;
 
 /* What host and device share; all pinned. A submit entry goes through mk_gpu_submit. */
@@ -85,7 +86,7 @@ mk_gpu_rings mk_gpu_sched_rings(mk_gpu *g);
 int mk_gpu_submit(mk_gpu *g, const mk_submit *s, mk_err *err);
 uint32_t mk_gpu_steps(const mk_gpu *g); /* finished since the start */
 
-/* 1: the kernel has left; 0: it runs. */
+/* 1: the kernel has left; 0: it runs. Asks an event; any thread. */
 int mk_gpu_left(mk_gpu *g);
 /* Copies from the bulk region by copy engine, whatever the kernel is doing. */
 int mk_gpu_read_bulk(mk_gpu *g, uint64_t offset, void *dst, uint64_t bytes, mk_err *err);
@@ -94,9 +95,8 @@ int mk_gpu_trace(mk_gpu *g, uint32_t k, mk_trace_record *r, mk_err *err);
 /* One line about the wait that ran out: worker, instruction, what it waited for and who should have published it. Returns 0 when there was none. */
 int mk_gpu_fault(const mk_gpu *g, char *text, size_t size);
 
-/* 1: a step is under way (*step: its number), as its descriptor in device memory says; -1: that could not be read. May be called from another thread than the
- * others here. A step that is still the same one at two looks hangs, or takes that long. */
-int mk_gpu_busy(mk_gpu *g, uint32_t *step);
+/* Changes as long as SCHEDULE lives: with every finished step, and with every look for work when there is none. Pinned memory, no call; any thread. */
+uint32_t mk_gpu_pulse(const mk_gpu *g);
 /* Fills *s by copy engine, whatever the kernel is doing. What the host knows by itself is filled in even when the device cannot be read. */
 int mk_gpu_snapshot(mk_gpu *g, mk_snapshot *s, mk_err *err);
 /* An epoch0 above every epoch of the run before. */

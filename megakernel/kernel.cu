@@ -131,7 +131,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             uint32_t slot = fed % MK_INSN_RING;
             uint4 part = make_uint4(0, 0, 0, 0);
             if (lane < sizeof(mk_insn) / 16) part = __ldg((const uint4 *)(a->insn + i) + lane);
-            bool hang = a->hang_worker == worker && i - first == a->hang_seq && seq == a->hang_step;
+            bool hang = sh->step.hang == MK_HANG_AT(worker, i - first);
             for (uint32_t n = 0; !leave; n++) {
                 bool free = fed < MK_INSN_RING || mk_mbar_try(mk_smem(&sh->insn_empty[slot]), (fed / MK_INSN_RING & 1) ^ 1);
                 if (__all_sync(0xffffffffu, free && !hang)) break;

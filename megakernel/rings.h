@@ -18,9 +18,15 @@ enum mk_submit_op {
     MK_SUB_GENERATE = 3, /* arg0 = most tokens to generate; sampling and stop ids are in the slot */
     MK_SUB_CLOSE = 4,    /* forget the slot; answered by one CLOSED event, after which pages and state may be reused */
     MK_SUB_STOP = 5,     /* leave after the current step */
+    MK_SUB_HANG = 7,     /* fault injection, below; names no slot */
     MK_SUB_TRACE = 6,    /* trace the next arg0 steps (megakernel/trace.h; 0: none) under the number arg1, 1..65535; names no slot */
 };
 enum { MK_APPEND_LOGPROBS = 1 };
+
+/* MK_SUB_HANG: in the step that is arg1 steps from the next one, the worker's controller stops for ever before that instruction of its queue
+ * (arg0 = MK_HANG_AT). MK_HANG_IDLE: SCHEDULE stops looking for work, at once. Relaunching forgets it. */
+#define MK_HANG_AT(worker, insn) (((uint32_t)(worker) + 1) << 16 | (uint32_t)(insn))
+#define MK_HANG_IDLE 0xffffffffu
 
 /* 64 bytes. `seq` is written last, release: entry i of lap L holds seq = i + 1 counted without wrap to the ring size. */
 typedef struct mk_submit {
@@ -125,6 +131,7 @@ typedef struct mk_step {
     uint32_t nrows;  /* 1..8; 0: leave */
     uint32_t any_logits;
     uint32_t trace;  /* 0, or number of the trace << 16 | which step of it this is, from 1 */
+    uint32_t hang;   /* fault injection: 0, or MK_HANG_AT the place that is not passed */
     mk_row row[MK_MAX_ROWS];
 } mk_step;
 

@@ -86,6 +86,8 @@ typedef struct mk_sched {
     uint32_t rr;                      /* round-robin start among generating streams */
     uint32_t stop, step;
     uint32_t trace_tag, trace_steps, trace_at; /* the trace under way: its number, steps in all and so far */
+    uint32_t idle;    /* GPU: looks for work that found none */
+    uint32_t hang, hang_step; /* fault injection: mk_step.hang of that step */
     uint32_t stalled; /* compose could not go on for want of event-ring space */
     mk_step next;
 } mk_sched;
@@ -185,6 +187,9 @@ MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
     mk_sched_slot *t = &s->st[i < s->n_slots ? i : 0];
     if (op == MK_SUB_STOP) {
         s->stop = 1;
+    } else if (op == MK_SUB_HANG) {
+        s->hang = e->arg0;
+        s->hang_step = s->step + e->arg1;
     } else if (op == MK_SUB_TRACE) {
         s->trace_tag = e->arg1;
         s->trace_steps = e->arg0;
@@ -338,6 +343,7 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
         for (uint32_t p = t->pos; p < end && d->nrows < rows; p++) mk_sched_row(s, d, i);
     }
     if (d->nrows && s->trace_at < s->trace_steps) d->trace = s->trace_tag << 16 | ++s->trace_at;
+    d->hang = s->hang && s->step == s->hang_step ? s->hang : 0;
     d->seq = s->step;
 }
 

@@ -53,11 +53,20 @@ static const mk_insn *publisher(const mk_program *p, const mk_wait *w, uint32_t 
     return NULL;
 }
 
+/* Between two steps only SCHEDULE has anything to do. */
+static int between(const mk_snapshot *s) { return s->step.seq == s->steps && !s->step.nrows; }
+
 void mk_snapshot_worker(const mk_snapshot *s, uint32_t worker, mk_worker_view *v)
 {
     const mk_insn *queue = s->prog->insn + s->prog->queue[worker];
     uint32_t n = s->prog->queue[worker + 1] - s->prog->queue[worker], next = n, fed = s->position[worker];
     memset(v, 0, sizeof *v);
+    if (between(s)) {
+        if (!n || queue[n - 1].opcode != MK_OP_SCHEDULE) return;
+        v->state = MK_WORKER_STUCK;
+        v->insn = &queue[n - 1];
+        return;
+    }
     while (next > 0 && !published(s, worker, &queue[next - 1])) next--;
     /* Behind the last publication that can be seen: what shows no publication of its own may be over, up to the first wait that is not. The
      * position is of an earlier step if nothing of this one was fed. */
@@ -117,7 +126,7 @@ void mk_snapshot_text(const mk_snapshot *s, char *text, size_t size)
     mk_snapshot_worker(s, (uint32_t)w, &v);
     int n = snprintf(text, size, "step %u: worker %d hangs at instruction %u (%s, layer %d): %s; %d workers wait", s->step.seq, w, v.insn->seq,
                      mk_opcode_name(v.insn->opcode), layer_of(v.insn),
-                     v.state == MK_WORKER_UNFED ? "its controller never handed it to the compute warps" : "it has its inputs and has not published", waiting);
+                     between(s) ? "it has stopped looking for work" : v.state == MK_WORKER_UNFED ? "its controller never handed it to the compute warps" : "it has its inputs and has not published", waiting);
     if (on < 0 || n < 0 || (size_t)n >= size) return;
     mk_snapshot_worker(s, (uint32_t)on, &u);
     const mk_wait *wt = &u.insn->wait[u.wait];

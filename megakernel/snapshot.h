@@ -16,7 +16,7 @@ typedef struct mk_snapshot {
     uint32_t published, events_read;   /* events: by SCHEDULE (device_read), taken by the host */
     uint32_t streams;   /* open on the device (device_read) */
     int device_read;    /* the rest could be read from the device */
-    mk_step step;       /* under way, if step.seq == steps */
+    mk_step step;       /* under way, if step.seq == steps; of no rows: none is, SCHEDULE should be looking for work */
     uint32_t *position; /* [workers] the instruction last fed */
     uint32_t *counter;  /* [n_counter] */
     uint8_t *exchange;  /* [exchange_bytes] */

@@ -182,6 +182,7 @@ static int run(mk_twin *t, const mk_step *step, mk_err *err)
         for (uint32_t w = 0; w < workers; w++) {
             c.worker = w;
             while (t->pc[w] < p->queue[w + 1]) {
+                if (step->hang && step->hang == MK_HANG_AT(w, t->pc[w] - p->queue[w])) break;
                 c.in = &p->insn[t->pc[w]];
                 int k = 0;
                 while (k < c.in->nwait && mk_wait_ready(&c, k, NULL)) k++;
@@ -195,6 +196,7 @@ static int run(mk_twin *t, const mk_step *step, mk_err *err)
                 if (++t->pc[w] == p->queue[w + 1]) left--;
             }
         }
+        if (!progress && step->hang) return mk_fail(err, MK_E_DEVICE, "hangs as it was asked to");
         if (!progress) return deadlock(t, &c, err);
     }
     return MK_OK;
@@ -205,9 +207,47 @@ int mk_twin_step(mk_twin *t, uint32_t *ran, mk_err *err)
     mk_sched *s = &t->sched;
     *ran = 0;
     if (s->next.nrows == 0) mk_sched_compose(s, now_ns());
+    if (s->hang == MK_HANG_IDLE) return mk_fail(err, MK_E_DEVICE, "hangs as it was asked to");
     if (s->next.nrows == 0 || s->stop) return MK_OK;
     mk_step step = s->next; /* SCHEDULE composes the next one into s->next */
     *ran = step.nrows;
     if (step.seq % t->sweep == 0) mk_exchange_sweep(t->prog, &t->mem, t->epoch0, step.seq);
     return run(t, &step, err);
+}
+
+int mk_twin_snapshot(const mk_twin *t, mk_snapshot *s, mk_err *err)
+{
+    const mk_program *p = t->prog;
+    const mk_program_info *i = &p->info;
+    const mk_sched *sc = &t->sched;
+    *s = (mk_snapshot){.prog = p, .live = 1, .epoch0 = t->epoch0, .steps = sc->step, .submitted = sc->submit_next, .taken = sc->submit_next,
+                       .published = sc->event_next, .events_read = *sc->event_read, .streams = sc->n_active, .device_read = 1, .step = sc->next};
+    s->position = calloc(i->workers, 4);
+    s->counter = calloc(i->n_counter + 1, 4);
+    s->exchange = malloc(i->exchange_bytes + 1);
+    if (!s->position || !s->counter || !s->exchange) {
+        s->device_read = s->live = 0;
+        return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    }
+    memcpy(s->counter, t->mem.counter, i->n_counter * 4);
+    memcpy(s->exchange, t->mem.exchange, i->exchange_bytes);
+    for (uint32_t w = 0; w < i->workers; w++) { /* the one that hangs was not handed its next instruction; the others wait for a publication, or are through */
+        uint32_t n = p->queue[w + 1] - p->queue[w], at = t->pc[w] - p->queue[w];
+        if (at == n || sc->next.hang == MK_HANG_AT(w, at)) at = at ? at - 1 : n ? n - 1 : 0;
+        s->position[w] = at;
+    }
+    return MK_OK;
+}
+
+void mk_twin_restart(mk_twin *t)
+{
+    mk_sched *s = &t->sched, was = *s;
+    t->epoch0 += (was.step + 2) * MK_EPOCH_STRIDE;
+    memset(was.submit, 0, sizeof(mk_submit) * MK_SUBMIT_RING);
+    memset(was.event, 0, sizeof(mk_event) * MK_EVENT_RING);
+    memset(was.st, 0, was.n_slots * (sizeof *was.st + 4));
+    *was.event_read = 0;
+    *s = (mk_sched){.submit = was.submit, .event = was.event, .event_read = was.event_read, .slot = was.slot, .token = was.token,
+                    .max_context = was.max_context, .n_slots = was.n_slots, .st = was.st, .active = was.active};
+    mk_exchange_reset(t->prog, &t->mem, t->epoch0);
 }

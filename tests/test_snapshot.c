@@ -91,6 +91,45 @@ static void every_instruction(void **state)
     assert_true(seen > 1000);
 }
 
+/* The same through the submit ring, as mkctl inject does it: named, and restarted the machine decodes as if nothing had been. */
+static void injected(void **state)
+{
+    (void)state;
+    const uint32_t at[][2] = {{3, 12}, {7, 0}, {23, 5}, {0, MK_NONE}};
+    for (size_t i = 0; i < sizeof at / sizeof *at; i++) {
+        mk_session *s = rig_open(&(mk_session_config){.dir = DIR, .workers = WORKERS, .epoch0 = 0xfffff000u});
+        mk_program *p = s->plan->prog;
+        mk_err err = {0};
+        mk_sched *sc = mk_twin_sched(s->twin);
+        uint32_t rows, w = at[i][0], k = at[i][1], ran_steps = 0, schedule = p->queue[1] - p->queue[0] - 1;
+        mk_session_stream(s, 0, NULL, 0);
+        mk_session_append(s, 0, (const uint32_t[]){512, 3, 1, 4, 1, 5}, 6, 0);
+        mk_session_generate(s, 0, 9);
+        if (k == MK_NONE) rig_run(s);
+        mk_submit *e = &sc->submit[s->submit_next++ % MK_SUBMIT_RING];
+        *e = (mk_submit){.seq = s->submit_next, .op = MK_SUB_HANG, .arg0 = k == MK_NONE ? MK_HANG_IDLE : MK_HANG_AT(w, k), .arg1 = 4};
+        mk_sched_compose(sc, 0);
+        int rc;
+        while (!(rc = mk_twin_step(s->twin, &rows, &err)) && rows) ran_steps++;
+        assert_int_equal(rc, MK_E_DEVICE);
+        if (k != MK_NONE) assert_int_equal(ran_steps, 4);
+        mk_snapshot n;
+        char text[512], want[80];
+        assert_int_equal(mk_twin_snapshot(s->twin, &n, &err), MK_OK);
+        mk_snapshot_text(&n, text, sizeof text);
+        snprintf(want, sizeof want, "step %u: worker %u hangs at instruction %u (", sc->step, w, k == MK_NONE ? schedule : k);
+        if (!strstr(text, want)) fail_msg("\"%s\" does not say \"%s\"", text, want);
+        mk_snapshot_free(&n);
+        mk_twin_restart(s->twin);
+        s->submit_next = s->event_next = 0;
+        mk_session_stream(s, 0, NULL, 0);
+        mk_session_append(s, 0, (const uint32_t[]){512, 3, 1, 4, 1, 5}, 6, 0);
+        mk_session_generate(s, 0, 9);
+        rig_run(s);
+        mk_session_close(&s);
+    }
+}
+
 static void files(void **state)
 {
     (void)state;
@@ -126,6 +165,6 @@ static void files(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(every_instruction), cmocka_unit_test(files)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(every_instruction), cmocka_unit_test(injected), cmocka_unit_test(files)};
     return cmocka_run_group_tests_name("snapshot", tests, NULL, NULL);
 }

@@ -38,7 +38,7 @@ typedef struct machine {
 } machine;
 
 typedef struct machine_config {
-    uint32_t workers, context, epoch0, hang_worker, hang_seq, hang_step, timeout_ms;
+    uint32_t workers, context, epoch0, timeout_ms;
 } machine_config;
 
 static double now(void)
@@ -82,8 +82,7 @@ static machine *machine_open(const machine_config *c)
                       .param = zeroed(i->param_floats * 4)};
     TRY(mk_pack(m->plan, ck, &host, &err));
     mk_checkpoint_close(&ck);
-    mk_gpu_config gc = {.slots = SLOTS, .sweep = sweep, .context = m->context, .timeout_ms = c->timeout_ms ? c->timeout_ms : timeout_ms, .hang_worker = c->hang_worker,
-                        .hang_seq = c->hang_seq, .hang_step = c->hang_step};
+    mk_gpu_config gc = {.slots = SLOTS, .sweep = sweep, .context = m->context, .timeout_ms = c->timeout_ms ? c->timeout_ms : timeout_ms};
     TRY(mk_gpu_new(m->plan->prog, &gc, &m->gpu, &err));
     TRY(mk_gpu_upload(m->gpu, &host, &err));
     TRY(mk_gpu_start(m->gpu, c->epoch0, &err));
@@ -479,8 +478,9 @@ static void hang(void **state)
     if (quick) skip();
     golden g = load();
     mk_err err = {0};
-    machine *m = machine_open(&(machine_config){.hang_worker = 4, .hang_seq = 6, .hang_step = 12, .timeout_ms = 300});
+    machine *m = machine_open(&(machine_config){.timeout_ms = 300});
     const mk_insn *in = &m->plan->prog->insn[m->plan->prog->queue[3] + 6];
+    put(m, (mk_submit){.op = MK_SUB_HANG, .arg0 = MK_HANG_AT(3, 6), .arg1 = 12});
     stream(m, 0, NULL);
     append(m, 0, (const uint32_t *)g.prompt, 20, 0);
     generate(m, 0, 100);
