@@ -28,7 +28,7 @@ DEPS    := build-essential libzmq3-dev libjansson-dev libcmocka-dev libnuma-dev 
 .SECONDARY:
 help:
 	@echo 'make deps         install what a fresh Debian 12 needs (apt; root or sudo)'
-	@echo 'make all          build mkd, mkctl and the client library into $(BUILD)/ (DEBUG=1: mkd heeds MKD_INJECT_HANG; use another BUILD)'
+	@echo 'make all          build mkd, mkctl and the client library into $(BUILD)/ (DEBUG=1: with fault injection, mkctl inject; use another BUILD)'
 	@echo 'make test         build and run every test (no GPU needed), plain and with sanitizers'
 	@echo 'make asan         the same with the address and undefined-behaviour sanitizers only'
 	@echo 'make demo         start the daemon on the small checkpoint, stream a generation, stop (PROMPT=, SEED=)'
@@ -37,7 +37,7 @@ help:
 	@echo 'make install PREFIX=/usr/local DESTDIR='
 
 all: $(BUILD)/mkd $(BUILD)/mkctl $(BUILD)/libmkd-client.a
-tests: all $(TESTS)
+tests: all $(TESTS) $(BUILD)/tests/gpu/hang_client
 ifeq ($(NVCC),)
 all:
 	@echo 'nvcc not found: built for the CPU twin only'
@@ -46,7 +46,7 @@ else
 LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
 $(BUILD)/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
-tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/hang_client
+tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
 	@mkdir -p $(@D)
@@ -78,6 +78,10 @@ $(BUILD)/mkctl: $(BUILD)/ipc/mkctl.o $(BUILD)/libmk.a
 $(BUILD)/tests/gpu/hang_client: $(BUILD)/tests/gpu/hang_client.o $(BUILD)/libmkd-client.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
+$(BUILD)/tests/gpu/libcount_api.so: tests/gpu/count_api.c
+	@mkdir -p $(@D)
+	@echo '  link $@'
+	@$(CC) $(filter-out -MMD -MP,$(CFLAGS)) -shared -fPIC -o $@ $< -ldl
 $(BUILD)/tests/gpu/test_%: $(BUILD)/tests/gpu/test_%.o $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
@@ -94,8 +98,8 @@ deps:
 	root=; if [ $$(id -u) != 0 ]; then root=sudo; fi; \
 	$$root apt-get update -q && $$root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $$missing
 
-# The sanitizers' build lives in $(BUILD)/asan.
-ASAN    := BUILD=$(BUILD)/asan CFLAGS='-O2 -g' SAN='-fsanitize=address,undefined -fno-sanitize-recover=all' NVCC=
+# The sanitizers' build lives in $(BUILD)/asan. It has fault injection, the plain one has not; tests/test_inject.sh tests both.
+ASAN    := DEBUG=1 BUILD=$(BUILD)/asan CFLAGS='-O2 -g' SAN='-fsanitize=address,undefined -fno-sanitize-recover=all' NVCC=
 test:
 	+@$(MAKE) --no-print-directory -j$(JOBS) tests
 	+@$(MAKE) --no-print-directory -j$(JOBS) $(ASAN) tests

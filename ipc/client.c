@@ -645,6 +645,14 @@ void mk_client_trace_free(mk_client_trace **p)
     *p = NULL;
 }
 
+int mk_client_inject(mk_client *c, const mk_wire_inject *what, uint32_t *steps, int timeout_ms, mk_err *err)
+{
+    call k;
+    int rc = ask(c, &k, MK_WIRE_INJECT, MK_WIRE_INJECTED, 0, 0, what, NULL, 0, timeout_ms, err);
+    if (!rc && steps) *steps = k.msg.injected.steps;
+    return rc;
+}
+
 /* ---- streams -------------------------------------------------------------------------------------------------------- */
 
 mk_client_stream *mk_client_open(mk_client *c, const mk_client_options *o, int timeout_ms, mk_err *err)

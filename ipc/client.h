@@ -115,5 +115,8 @@ typedef struct mk_client_trace {
 int mk_client_traced(mk_client *c, uint32_t steps, int timeout_ms, mk_client_trace **t, mk_err *err);
 void mk_client_trace_free(mk_client_trace **t);
 
+/* Fault injection (PROTOCOL.md, INJECT). MK_E_WIRE when the daemon was built without it. */
+int mk_client_inject(mk_client *c, const mk_wire_inject *what, uint32_t *steps, int timeout_ms, mk_err *err);
+
 /* host/err.h's mk_fail and mk_err are part of this library. */
 #endif

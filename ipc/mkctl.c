@@ -12,6 +12,7 @@ static const struct mk_command commands[] = {
     {"stats", "the daemon's statistics as JSON", mkctl_stats},
     {"ping", "round trip to the daemon", mkctl_ping},
     {"trace", "what every worker did with its time in the next steps; a file for Perfetto", mkctl_trace},
+    {"inject", "make a daemon of a debug build hang, to see it recover", mkctl_inject},
     {"plan", "what a model costs on N workers; needs no weights", mkctl_plan},
     {"validate", "prove or refuse a program file", mkctl_validate},
     {"diff", "run two machines over one program and compare what they publish", mkctl_diff},

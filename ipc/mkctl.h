@@ -23,6 +23,7 @@ int mkctl_score(int argc, char **argv);
 int mkctl_stats(int argc, char **argv);
 int mkctl_ping(int argc, char **argv);
 int mkctl_trace(int argc, char **argv);
+int mkctl_inject(int argc, char **argv);
 int mkctl_plan(int argc, char **argv);
 int mkctl_validate(int argc, char **argv);
 int mkctl_diff(int argc, char **argv);

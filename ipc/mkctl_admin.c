@@ -1,4 +1,4 @@
-/* mkctl stats, mkctl ping. */
+/* mkctl stats, mkctl ping, mkctl inject. */
 #include "ipc/client.h"
 #include "ipc/mkctl.h"
 
@@ -94,4 +94,29 @@ int mkctl_ping(int argc, char **argv)
     mk_client_destroy(&c);
     free(us);
     return rc ? mkctl_failed("ping", &err) : MK_OK;
+}
+
+int mkctl_inject(int argc, char **argv)
+{
+    const char *dir = mkctl_default_dir(), *what = NULL;
+    size_t n = 0;
+    mk_wire_inject body = {.what = MK_WIRE_INJECT_HANG};
+    const mkctl_flag flag[] = {{"--socket-dir", MKCTL_TEXT, &dir, "the daemon's sockets"},
+                               {"--worker", MKCTL_U32, &body.worker, "hang: who stops"},
+                               {"--instruction", MKCTL_U32, &body.instruction, "hang: before which instruction of its queue"},
+                               {"--after", MKCTL_U32, &body.after, "hang: in which step, counted from the next one"}};
+    int rc = mkctl_flags(argc, argv, flag, 4, &what, 1, &n);
+    if (rc) return rc < 0 ? MK_OK : rc;
+    if (n && !strcmp(what, "idle"))
+        body.what = MK_WIRE_INJECT_IDLE;
+    else if (!n || strcmp(what, "hang"))
+        return mkctl_usage("inject: expected \"hang\" (a worker stops) or \"idle\" (SCHEDULE stops looking for work), found \"%s\"", n ? what : "");
+    mk_err err = {0};
+    uint32_t steps = 0;
+    mk_client *c = mk_client_new(dir, "mkctl inject", 5000, &err);
+    if (!c) return mkctl_failed("inject", &err);
+    rc = mk_client_inject(c, &body, &steps, 5000, &err);
+    if (!rc) printf("injected after %u steps\n", steps);
+    mk_client_destroy(&c);
+    return rc ? mkctl_failed("inject", &err) : MK_OK;
 }

@@ -65,6 +65,8 @@ _TABLE = {
     "TRACED": (28, "first_step:I steps:I workers:I instructions:I vectors:I n:I", "s"),
     "TRACE_MAP": (29, "first:I n:I", "HBBHHHHI12H"),
     "TRACE_RECORDS": (30, "step:I first:I n:I", "QIIIIII"),
+    "INJECT": (31, "what:I worker:I instruction:I after:I", None),
+    "INJECTED": (32, "steps:I reserved:I", None),
 }
 OPEN_SAMPLING, OPEN_STOP, APPEND_LOGPROBS, GENERATE_STOP = 1, 2, 1, 1
 

@@ -1,6 +1,9 @@
 #include "ipc/server.h"
 #include "ipc/server_trace.h"
 #include "ipc/wire.h"
+#ifdef MK_DEBUG
+#include "instructions/program.h"
+#endif
 
 #include <errno.h>
 #include <jansson.h>
@@ -566,6 +569,34 @@ static int send_trace(mk_server *v)
     return t->owner != 0;
 }
 
+static void on_inject(mk_server *v, client *c, const mk_wire_msg *m)
+{
+#ifdef MK_DEBUG
+    const mk_wire_inject *i = &m->inject;
+    const mk_program *p = mk_engine_program(v->e);
+    mk_err err = {0};
+    mk_submit s = {.op = MK_SUB_HANG, .arg0 = MK_HANG_IDLE, .arg1 = i->after};
+    if (i->what == MK_WIRE_INJECT_HANG) {
+        if (i->worker >= p->info.workers)
+            mk_fail(&err, MK_E_WIRE, "worker %u, there are %u", i->worker, p->info.workers);
+        else if (i->instruction >= p->queue[i->worker + 1] - p->queue[i->worker])
+            mk_fail(&err, MK_E_WIRE, "instruction %u, worker %u has %u", i->instruction, i->worker, p->queue[i->worker + 1] - p->queue[i->worker]);
+        s.arg0 = MK_HANG_AT(i->worker, i->instruction);
+    } else if (i->what != MK_WIRE_INJECT_IDLE || i->worker || i->instruction || i->after) {
+        mk_fail(&err, MK_E_WIRE, "what is %u, expected 1, or 2 with nothing else", i->what);
+    }
+    mk_wire_injected body = {.steps = (uint32_t)mk_engine_steps(v->e)};
+    if (err.code || mk_engine_submit(v->e, &s, &err)) {
+        answer_mk(v, c, m, &err);
+        return;
+    }
+    say(v, MK_SERVER_WARN, "client \"%s\" has a hang injected", c->name);
+    send_msg(v, c, MK_WIRE_INJECTED, 0, m->h.request, &body, NULL);
+#else
+    answer_err(v, c, m, MK_WIRE_E_UNSUPPORTED, "this daemon was built without fault injection (make DEBUG=1)");
+#endif
+}
+
 static void on_message(mk_server *v, client *c, const mk_wire_msg *m)
 {
     mk_err err = {0};
@@ -590,6 +621,7 @@ static void on_message(mk_server *v, client *c, const mk_wire_msg *m)
     case MK_WIRE_TRACE: on_trace(v, c, m); break;
     case MK_WIRE_PING: send_msg(v, c, MK_WIRE_PONG, 0, m->h.request, &m->ping, NULL); break;
     case MK_WIRE_PONG: break;
+    case MK_WIRE_INJECT: on_inject(v, c, m); break;
     default: answer_err(v, c, m, MK_WIRE_E_UNSUPPORTED, "this daemon does not serve it (WELCOME.features)"); break;
     }
 }

@@ -63,7 +63,9 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little end
     X(TRACE, 27, 8, 0, 0, 0, 0, 1, 0)                                                                                                      \
     X(TRACED, 28, 24, 1, MK_WIRE_MAX_NAMES, 0, 0, 2, 0)                                                                                    \
     X(TRACE_MAP, 29, 8, 40, MK_WIRE_MAX_TRACE, 0, 0, 2, 0)                                                                                 \
-    X(TRACE_RECORDS, 30, 12, 32, MK_WIRE_MAX_TRACE, 0, 0, 2, 0)
+    X(TRACE_RECORDS, 30, 12, 32, MK_WIRE_MAX_TRACE, 0, 0, 2, 0)\
+    X(INJECT, 31, 16, 0, 0, 0, 0, 1, 0)                                                                                                    \
+    X(INJECTED, 32, 8, 0, 0, 0, 0, 2, 4 << 4 | 4)
 
 enum mk_wire_type_number {
 #define X(NAME, number, ...) MK_WIRE_##NAME = number,
@@ -280,6 +282,15 @@ typedef struct mk_wire_trace_records {
     uint32_t step, first, n; /* step of the trace, from 0; instructions first .. first + n - 1 */
 } mk_wire_trace_records;
 
+/* Fault injection; refused unless the daemon was built for it. */
+enum { MK_WIRE_INJECT_HANG = 1, /* a worker stops before an instruction */ MK_WIRE_INJECT_IDLE = 2 /* SCHEDULE stops looking for work */ };
+typedef struct mk_wire_inject {
+    uint32_t what, worker, instruction, after; /* after: steps from the next one */
+} mk_wire_inject;
+typedef struct mk_wire_injected {
+    uint32_t steps, reserved; /* run when it was handed over */
+} mk_wire_injected;
+
 #define MK_AT(type, field, at) static_assert(offsetof(type, field) == (at), #type "." #field " lies at " #at)
 #define MK_IS(type, size) static_assert(sizeof(type) == (size), #type " is " #size " bytes")
 MK_IS(mk_wire_header, 32);
@@ -338,6 +349,8 @@ MK_AT(mk_wire_forked, position, 8);
 MK_AT(mk_wire_forked, reserved, 20);
 MK_IS(mk_wire_rollback, 8);
 MK_IS(mk_wire_rolled_back, 16);
+MK_IS(mk_wire_inject, 16);
+MK_IS(mk_wire_injected, 8);
 MK_IS(mk_wire_verify, 8);
 MK_AT(mk_wire_verify, n, 4);
 MK_IS(mk_wire_verified, 24);
@@ -402,6 +415,8 @@ typedef struct mk_wire_msg {
         mk_wire_traced traced;
         mk_wire_trace_map trace_map;
         mk_wire_trace_records trace_records;
+        mk_wire_inject inject;
+        mk_wire_injected injected;
     };
     uint32_t n;
     const unsigned char *items;

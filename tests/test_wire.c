@@ -56,7 +56,9 @@
     X(TRACED, traced, instructions, "u32", 1) X(TRACED, traced, vectors, "u32", 1) X(TRACED, traced, n, "u32", 1)                          \
     X(TRACE_MAP, trace_map, first, "u32", 1) X(TRACE_MAP, trace_map, n, "u32", 1)                                                          \
     X(TRACE_RECORDS, trace_records, step, "u32", 1) X(TRACE_RECORDS, trace_records, first, "u32", 1)                                       \
-    X(TRACE_RECORDS, trace_records, n, "u32", 1)
+    X(TRACE_RECORDS, trace_records, n, "u32", 1)\
+    X(INJECT, inject, what, "u32", 1) X(INJECT, inject, worker, "u32", 1) X(INJECT, inject, instruction, "u32", 1)                        \
+    X(INJECT, inject, after, "u32", 1) X(INJECTED, injected, steps, "u32", 1) X(INJECTED, injected, reserved, "u32", 1)
 
 static const struct field {
     uint16_t type;

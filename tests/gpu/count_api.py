@@ -1,0 +1,64 @@
+"""What tests/gpu/count_api.c counted: count_api.py BEFORE AFTER [KEY=VALUE ...]
+
+BEFORE and AFTER are copies of its file, taken at READY and before the daemon was told to stop. Prints one JSON object: calls by name in between, those that are
+not allowed there, the launches. Exit code 1 when one was not allowed, when a kernel was launched in between, or when the resident kernel was not
+launched exactly once. KEY=VALUE go into the object (numbers as numbers); min_tokens=N and tokens=M are compared."""
+import json
+import struct
+import sys
+
+NAMES, LAUNCHES = 1024, 1024
+# Copy engines, and events made before the launch. The names are the driver's; _v2 and _ptsz are versions of the same call.
+ALLOWED = {"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyAsync", "cuEventRecord", "cuEventQuery"}
+
+
+def base(name):
+    for tail in ("_ptsz", "_v2"):
+        name = name.removesuffix(tail)
+    return name
+
+
+def read(path):
+    with open(path, "rb") as f:
+        data = f.read()
+    magic, n, launches = struct.unpack_from("<8sII", data)
+    assert magic == b"mkcount1", path
+    calls = {}
+    for i in range(n):
+        name, count = struct.unpack_from("<56sQ", data, 16 + 64 * i)
+        name = name.rstrip(b"\0").decode()
+        calls[name] = calls.get(name, 0) + count
+    at = 16 + 64 * NAMES
+    shapes = [struct.unpack_from("<QIII", data, at + 24 * i)[:4] for i in range(min(launches, LAUNCHES))]
+    return calls, launches, shapes
+
+
+def main():
+    before, launches0, _ = read(sys.argv[1])
+    after, launches1, shapes = read(sys.argv[2])
+    extra = {}
+    for a in sys.argv[3:]:
+        k, v = a.split("=", 1)
+        try:
+            extra[k] = json.loads(v)
+        except ValueError:
+            extra[k] = v
+    calls = {k: v - before.get(k, 0) for k, v in sorted(after.items()) if v != before.get(k, 0)}
+    wrong = {k: v for k, v in calls.items() if base(k) not in ALLOWED}
+    resident = [s for s in shapes if s[3] > 100000]  # nothing else takes a whole SM's shared memory
+    out = dict(extra)
+    out["calls_before_ready"] = sum(before.values())
+    out["calls_ready_to_stop"] = calls
+    out["calls_not_allowed"] = wrong
+    out["launches_for_setup"] = launches0 - len(resident)
+    out["launches_ready_to_stop"] = launches1 - launches0
+    out["resident_launches"] = [{"blocks": g, "threads": b, "shared_bytes": s} for _, g, b, s in resident]
+    ok = not wrong and launches1 == launches0 and len(resident) == 1 and before
+    if extra.get("min_tokens", 0) > extra.get("tokens", 0):
+        ok = False
+    out["ok"] = bool(ok)
+    print(json.dumps(out))
+    return 0 if ok else 1
+
+
+sys.exit(main())

@@ -1,0 +1,52 @@
+#!/bin/bash
+# A hang of the twin, injected through the wire: named, written down, survived. Builds with DEBUG=1 have it (the sanitizers' build has), all others refuse it
+# by name. On the GPU: tests/gpu/test_daemon_gpu.sh.
+BUILD=${BUILD:-build}
+cd "$(dirname "$0")/.." || exit 2
+S=$(mktemp -d)
+trap 'kill -9 $P 2>/dev/null; rm -rf "$S"' EXIT
+start() {
+    rm -f "$S/out"
+    "$BUILD/mkd" --device cpu --model tests/oracle/kimi_linear --socket-dir "$S" --context 4096 "$@" >"$S/out" 2>"$S/err" &
+    P=$!
+    for _ in $(seq 1200); do [ -s "$S/out" ] && return; kill -0 $P 2>/dev/null || break; sleep 0.05; done
+    echo "not ok - the daemon starts"
+    sed 's/^/#   /' "$S/err"
+    exit 1
+}
+start
+"$BUILD/mkctl" inject hang --socket-dir "$S" --worker 99 >"$S/said" 2>&1
+rc=$?
+case $BUILD in
+*asan*) want='worker 99, there are 8' ;;
+*) want='INJECT: this daemon was built without fault injection' ;;
+esac
+if [ $rc = 8 ] && grep -q "$want" "$S/said"; then echo "ok - refused: $want"; else echo "not ok - refused by name: $rc $(cat "$S/said")"; fi
+bad=$((rc != 8))
+kill -TERM $P
+wait $P
+case $BUILD in *asan*) ;; *) exit $bad ;; esac
+
+# worker instruction after, or idle
+for at in '3 12 5' '7 0 0' idle; do
+    rm -f "$S"/mkd-flight-*
+    start
+    # shellcheck disable=SC2086
+    timeout 200 "$BUILD/tests/gpu/hang_client" "$S" $at >"$S/client" 2>&1
+    rc=$?
+    kill -TERM $P
+    wait $P
+    mkd=$?
+    read -r worker insn _ <<<"$at"
+    named="error: twin: step [0-9]*: worker $worker hangs at instruction $insn "
+    [ "$at" = idle ] && named='error: twin: step [0-9]*: worker 0 hangs at instruction [0-9]* (SCHEDULE, layer -1): it has stopped looking for work'
+    if [ $rc = 0 ] && [ $mkd = 0 ] && grep -q "$named" "$S/err" && [ "$(ls "$S"/mkd-flight-*.json | wc -l)" = 1 ] &&
+        python3 -m json.tool "$(ls "$S"/mkd-flight-*.json)" >/dev/null && [ "$(grep -c 'launched again' "$S/err")" = 1 ]; then
+        echo "ok - hang at $at: $(cat "$S/client")"
+    else
+        echo "not ok - hang at $at: client $rc, mkd $mkd"
+        sed 's/^/#   /' "$S/err" "$S/client" | cut -c1-400
+        bad=1
+    fi
+done
+exit $bad
