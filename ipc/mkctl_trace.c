@@ -1,10 +1,12 @@
-/* mkctl trace: what every worker did with its time in the next steps. Prints tables; --out writes a file for ui.perfetto.dev or chrome://tracing. */
+/* mkctl trace: what every worker did with its time in the next steps. Prints tables; --out writes a file for ui.perfetto.dev or chrome://tracing.
+ * Somebody has to generate meanwhile: another client, or with --prompt this command itself, which then also says what tracing costs. */
 #include "ipc/client.h"
 #include "ipc/mkctl.h"
 #include "ipc/trace_report.h"
 
 #include <errno.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 static int write_file(const char *path, const mk_trace_report *r, const mk_client_info *what, mk_err *err)
@@ -16,34 +18,107 @@ static int write_file(const char *path, const mk_trace_report *r, const mk_clien
     return bad ? mk_fail(err, MK_E_SYSTEM, "%s: cannot be written: %s", path, strerror(errno)) : MK_OK;
 }
 
+#define BEFORE 32u  /* tokens before the trace is asked for */
+#define ROOM   512u /* tokens that may pass until it begins */
+
+typedef struct load {
+    mk_client_stream *s;
+    uint64_t *ns; /* [most] device clock of every token */
+    uint32_t n, most;
+} load;
+
+static int take(load *l, uint32_t n, mk_err *err)
+{
+    int rc = MK_OK;
+    for (uint32_t i = 0; i < n && !rc; i++) {
+        mk_client_event ev;
+        rc = mk_client_next(l->s, &ev, 60000, err);
+        if (!rc && ev.kind == MK_CLIENT_DONE)
+            rc = mk_fail(err, MK_E_WIRE, "the generation ended after %u of %u tokens (%s)", l->n, l->most, mk_wire_reason_name(ev.done.reason));
+        if (!rc) l->ns[l->n++] = ev.token.device_ns;
+    }
+    return rc;
+}
+
+/* Greedy, never stops early, not paused. */
+static int start_load(mk_client *c, uint32_t prompt, uint32_t steps, load *l, mk_err *err)
+{
+    l->most = BEFORE + ROOM + 3 * steps;
+    l->ns = calloc(l->most, sizeof *l->ns);
+    uint32_t *ids = calloc(prompt, sizeof *ids), x = 12345;
+    int rc = l->ns && ids ? MK_OK : mk_fail(err, MK_E_SYSTEM, "out of memory");
+    for (uint32_t i = 0; i < prompt && !rc; i++) ids[i] = ((x = x * 1664525u + 1013904223u) >> 8) % mk_client_about(c)->welcome.vocab;
+    mk_client_options o = {.context = prompt + l->most, .window = MK_WIRE_NO_WINDOW, .sampling = 1, .own_stop = 1};
+    if (!rc && !(l->s = mk_client_open(c, &o, 5000, err))) rc = err->code;
+    if (!rc) rc = mk_client_append(l->s, ids, prompt, NULL, -1, err);
+    if (!rc) rc = mk_client_generate(l->s, &(mk_client_generation){.max_new = l->most}, err);
+    if (!rc) rc = take(l, BEFORE, err);
+    free(ids);
+    return rc;
+}
+
+/* Steps with and without trace, from one token to the next. */
+static int print_cost(const mk_trace_report *r, load *l, mk_err *err)
+{
+    const uint64_t mask = (1ull << 48) - 1, begin = r->step[0].begin, length = r->step[r->t->about.steps - 1].end - begin;
+    double *on = calloc(l->most, sizeof *on), *off = calloc(l->most, sizeof *off);
+    uint32_t n_on = 0, n_off = 0, after = r->t->about.steps;
+    int rc = on && off ? MK_OK : mk_fail(err, MK_E_SYSTEM, "out of memory");
+    for (uint32_t last = 0, i = 1; !rc && l->n < l->most; i++) { /* as many tokens after the trace as are in it */
+        if (i == l->n && (rc = take(l, 1, err))) break;
+        uint64_t from = (l->ns[i - 1] - begin) & mask, to = (l->ns[i] - begin) & mask;
+        double us = (double)(l->ns[i] - l->ns[i - 1]) / 1e3;
+        int in = to <= length;
+        if (in && from <= length) on[n_on++] = us;
+        if (!in && from > length && !(last && i == last + 1)) off[n_off++] = us;
+        if (in) last = i;
+        if (last && i > last + 1 && !after--) break;
+    }
+    if (!rc && n_on && n_off) {
+        double a = mkctl_quantile(on, n_on, 0.5), b = mkctl_quantile(off, n_off, 0.5);
+        printf("\ncost of tracing: token to token p50 %.2f us traced (%u), %.2f us not (%u): ratio %.4f\n", a, n_on, b, n_off, a / b);
+    }
+    free(on);
+    free(off);
+    return rc;
+}
+
 int mkctl_trace(int argc, char **argv)
 {
     const char *dir = mkctl_default_dir(), *out = NULL;
-    uint32_t steps = 3;
+    uint32_t steps = 3, prompt = 0;
     double seconds = 10;
     const mkctl_flag flag[] = {{"--socket-dir", MKCTL_TEXT, &dir, "the daemon's sockets"},
                                {"--steps", MKCTL_U32, &steps, "how many; something has to be generating meanwhile"},
+                               {"--prompt", MKCTL_U32, &prompt, "generate here, after that many tokens; 0: somebody else does"},
                                {"--timeout", MKCTL_REAL, &seconds, "seconds within which they have to be run, at most 60"},
                                {"--out", MKCTL_TEXT, &out, "write the trace event file"},
                                {"-o", MKCTL_TEXT, &out, "the same"}};
     int rc = mkctl_flags(argc, argv, flag, sizeof flag / sizeof flag[0], NULL, 0, NULL);
     if (rc) return rc < 0 ? MK_OK : rc;
-    if (!(seconds >= 0.001 && seconds <= MK_WIRE_TRACE_MS / 1000)) return mkctl_usage("trace: --timeout: expected 0.001 to %u, found %g", MK_WIRE_TRACE_MS / 1000, seconds);
+    if (!(seconds >= 0.001 && seconds <= MK_WIRE_TRACE_MS / 1000))
+        return mkctl_usage("trace: --timeout: expected 0.001 to %u, found %g", MK_WIRE_TRACE_MS / 1000, seconds);
     mk_err err = {0};
     mk_client_trace *t = NULL;
     mk_trace_report *r = NULL;
     mk_client *c = mk_client_new(dir, "mkctl trace", 5000, &err);
-    rc = c ? mk_client_traced(c, steps, (int)(seconds * 1000), &t, &err) : err.code;
+    load l = {0};
+    rc = c ? MK_OK : err.code;
+    if (!rc && prompt) rc = start_load(c, prompt, steps, &l, &err);
+    if (!rc) rc = mk_client_traced(c, steps, (int)(seconds * 1000), &t, &err);
     if (!rc) rc = mk_trace_report_new(t, &r, &err);
     if (!rc) {
         const mk_client_info *a = mk_client_about(c);
         printf("%s, %s on %s: steps %u to %u, %u instructions each, %u workers\n\n", a->build, a->model, a->device, t->about.first_step,
                t->about.first_step + t->about.steps - 1, t->about.instructions, t->about.workers);
         mk_trace_print(r, stdout);
-        if (out && !(rc = write_file(out, r, a, &err))) printf("\nwritten to %s: open it in ui.perfetto.dev\n", out);
+        if (prompt) rc = print_cost(r, &l, &err);
+        if (!rc && out && !(rc = write_file(out, r, a, &err))) printf("\nwritten to %s: open it in ui.perfetto.dev\n", out);
     }
     mk_trace_report_free(&r);
     mk_client_trace_free(&t);
+    if (l.s) mk_client_close(&l.s, 0, NULL);
+    free(l.ns);
     mk_client_destroy(&c);
     return rc ? mkctl_failed("trace", &err) : MK_OK;
 }

@@ -61,7 +61,7 @@ static void fill_map(mk_server_trace *t, const mk_program *p)
             x->wait[k].vector = in->wait[k].vec;
             x->wait[k].publication = in->wait[k].pub;
             x->wait[k].slice = in->wait[k].slice0;
-            x->wait[k].slices = in->wait[k].nslice;
+            x->wait[k].slices = k < in->nwait && p->vec[in->wait[k].vec].scope == MK_LOCAL ? 0xffff : in->wait[k].nslice;
         }
     }
 }

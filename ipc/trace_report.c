@@ -92,7 +92,7 @@ static uint32_t publishers(const mk_client_trace *t, publisher *p)
     return n;
 }
 
-/* Whoever was last to publish something that instruction i waits for; NONE of them: n. LOCAL vectors are their own worker's. */
+/* Whoever was last to publish something that instruction i waits for, the worker's own parts aside; if nobody, the number of instructions. */
 static uint32_t last_publisher(const mk_trace_report *r, const publisher *p, uint32_t n, uint32_t k, uint32_t i, uint64_t *when)
 {
     const mk_client_trace *t = r->t;
@@ -100,6 +100,7 @@ static uint32_t last_publisher(const mk_trace_report *r, const publisher *p, uin
     uint32_t best = t->about.instructions;
     *when = 0;
     for (uint32_t w = 0; w < in->n_wait && w < 3; w++) {
+        if (in->wait[w].slices == NONE) continue;
         uint32_t lo = 0, hi = n;
         while (lo < hi) {
             uint32_t mid = (lo + hi) / 2;

@@ -259,7 +259,7 @@ typedef struct mk_wire_trace_insn {
     uint16_t vector, publication, slice; /* what it publishes */
     uint32_t tape_bytes; /* of the worker's own weights */
     struct {
-        uint16_t vector, publication, slice, slices; /* slices 0: the whole vector */
+        uint16_t vector, publication, slice, slices; /* slices 0: the whole vector, 65535: the worker's own part of it */
     } wait[3];
 } mk_wire_trace_insn;
 
