@@ -52,7 +52,7 @@ static __global__ void __launch_bounds__(THREADS) segments(const __grid_constant
 
 #define STAGE     (16u << 20) /* bytes of pinned memory a transfer */
 #define STAGES    4u
-#define COPIERS   7           /* threads that copy from the mapping beside the caller: reading a file's pages is slower than the bus */
+#define COPIERS   12          /* threads that copy from the mapping beside the caller: reading a file's pages is slower than the bus */
 #define SMALL     (512u << 10) /* not worth waking them */
 
 typedef struct copier {

@@ -1,20 +1,21 @@
 /* Set-up on the GPU: tapes packed by kernels against those that the CPU packs, byte by byte, for every family and way of storing weights; what is
- * refused; how fast a model of real size is packed. A JSON report goes to $OUT/setup.json ($OUT unset: the working directory).
+ * refused; products over heads; how fast a model of real size is packed. A JSON report goes to $OUT/setup.json ($OUT unset: the working directory).
  *   test_setup [-q]      -q: nothing large (under compute-sanitizer) */
 #include "host/pack.h"
+#include "megakernel/derive.h"
 #include "megakernel/gpu.h"
 #include "tests/support/edit.h"
 #include "tests/support/packed.h"
 #include "tests/support/tmp.h"
 
 #include <fcntl.h>
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -122,6 +123,104 @@ static void refused(void **state)
         mk_model_destroy(&m);
         mk_tmp_remove(&dir);
     }
+}
+
+/* ---- products over heads --------------------------------------------------------------------------------------------- */
+
+static uint64_t seed = 1;
+static float uniform(void)
+{
+    seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+    return (float)(int32_t)(seed >> 32) * 0x1p-31f;
+}
+
+/* n random values on the device, and as floats on the host. */
+static void *operand(uint64_t n, int bf16, float **host)
+{
+    void *d, *raw = malloc(n * 4);
+    *host = malloc(n * sizeof **host);
+    if (!raw || !*host || cudaMalloc(&d, n * 4)) fail_msg("out of memory");
+    for (uint64_t i = 0; i < n; i++) {
+        uint16_t h = mk_narrow_bf16(uniform());
+        (*host)[i] = bf16 ? mk_widen_bf16(h) : uniform();
+        if (bf16)
+            ((uint16_t *)raw)[i] = h;
+        else
+            ((float *)raw)[i] = (*host)[i];
+    }
+    cudaMemcpy(d, raw, n * (bf16 ? 2 : 4), cudaMemcpyHostToDevice);
+    free(raw);
+    return d;
+}
+
+typedef struct product {
+    const char *name;
+    uint32_t heads, group, m, n, k;
+    int bf16, transposed;
+    uint64_t a_head, a_off; /* a_head 0: m * k */
+} product;
+
+static void heads(void **state)
+{
+    (void)state;
+    static const product all[] = {
+        {"32 query heads over 4 KV heads of 128, 130 tokens", 32, 8, 130, 1, 128, 1, 0, 0, 0},
+        {"16 query heads over 2 KV heads of 256, 77 tokens", 16, 8, 77, 8, 256, 0, 0, 0, 0},
+        {"W_UK of kimi-linear: 32 heads, 128 -> 512, as kv_b stores it", 32, 1, 512, 8, 128, 1, 1, 256 * 512, 0},
+        {"W_UV of kimi-linear: 32 heads, 512 -> 128, as kv_b stores it", 32, 1, 128, 8, 512, 1, 0, 256 * 512, 128 * 512},
+        {"W_UK of GLM-5.2: 64 heads, 192 -> 512", 64, 1, 512, 1, 192, 0, 1, 448 * 512, 0},
+        {"7 heads of their own, odd sizes", 7, 1, 33, 3, 19, 0, 0, 0, 0},
+    };
+    mk_err err = {0};
+    mk_blas *b[2];
+    size_t free0, free1, total;
+    cudaMemGetInfo(&free0, &total);
+    if (mk_blas_open(NULL, &b[0], &err)) fail_msg("%s", err.msg);
+    print_message("%s\n", mk_blas_name(b[0]));
+    fprintf(report, "  \"heads_by\": \"%s\",\n", mk_blas_name(b[0]));
+    /* A library that is not there is an error when it is named, with the name. */
+    assert_int_equal(mk_blas_open("/nowhere/libcublas.so.13", &b[1], &err), MK_E_DEVICE);
+    assert_non_null(strstr(err.msg, "/nowhere/libcublas.so.13"));
+    mk_blas_close(&b[1]);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        const product *p = &all[i];
+        uint64_t a_head = p->a_head ? p->a_head : (uint64_t)p->m * p->k, groups = p->heads / p->group, bn = (uint64_t)p->k * p->n, cn = (uint64_t)p->m * p->n;
+        float *A, *B, *C = malloc(p->heads * cn * 4);
+        void *c, *ptr, *back[3 * 64];
+        uint8_t *a = operand(groups * a_head, p->bf16, &A);
+        mk_heads h = {p->heads, p->group, p->m, p->n, p->k, p->bf16, p->bf16, p->transposed, a + p->a_off * (p->bf16 ? 2 : 4), operand(p->heads * bn, p->bf16, &B), NULL,
+                      p->transposed ? p->m : p->k, p->n, p->n, a_head, bn, cn};
+        double worst = 0, scale = 0;
+        if (cudaMalloc(&c, p->heads * cn * 4) || cudaMemset(c, 0xff, p->heads * cn * 4) || cudaMalloc(&ptr, sizeof back)) fail_msg("GPU memory");
+        h.c = c;
+        if (mk_blas_pointers(&h, ptr, &err)) fail_msg("%s", err.msg);
+        cudaMemcpy(back, ptr, 3 * p->heads * sizeof *back, cudaMemcpyDeviceToHost);
+        for (uint32_t k = 0; k < p->heads; k++) {
+            assert_ptr_equal(back[k], (const uint8_t *)h.a + k / p->group * a_head * (p->bf16 ? 2 : 4));
+            assert_ptr_equal(back[p->heads + k], (const uint8_t *)h.b + k * bn * (p->bf16 ? 2 : 4));
+            assert_ptr_equal(back[2 * p->heads + k], h.c + k * cn);
+        }
+        if (mk_blas_heads(b[0], &h, &err)) fail_msg("%s: %s", p->name, err.msg);
+        cudaMemcpy(C, c, p->heads * cn * 4, cudaMemcpyDeviceToHost);
+        for (uint32_t k = 0; k < p->heads; k++)
+            for (uint32_t x = 0; x < p->m; x++)
+                for (uint32_t y = 0; y < p->n; y++) {
+                    double sum = 0;
+                    const float *w = A + k / p->group * a_head + p->a_off, *v = B + k * bn;
+                    for (uint32_t j = 0; j < p->k; j++) sum += (double)w[p->transposed ? (uint64_t)j * p->m + x : (uint64_t)x * p->k + j] * (double)v[j * p->n + y];
+                    double e = fabs((double)C[k * cn + x * p->n + y] - sum);
+                    worst = e > worst || e != e ? e : worst;
+                    scale += sum * sum;
+                }
+        scale = sqrt(scale / (double)(p->heads * cn));
+        print_message("%s: error %.1e of the rms %.1f\n", p->name, worst / scale, scale);
+        if (!(worst / scale < 2e-6)) fail_msg("%s: error %.3g of the rms, limit 2e-6 (FP32 sums; TF32 would be 1e-3)", p->name, worst / scale);
+        cudaFree((void *)(uintptr_t)a), cudaFree((void *)(uintptr_t)h.b), cudaFree(c), cudaFree(ptr);
+        free(A), free(B), free(C);
+    }
+    mk_blas_close(&b[0]);
+    cudaMemGetInfo(&free1, &total);
+    print_message("GPU memory that cuBLAS keeps after it is closed: %.1f MB\n", ((double)free0 - (double)free1) * 1e-6);
 }
 
 /* ---- real size ------------------------------------------------------------------------------------------------------- */
@@ -243,7 +342,7 @@ int main(int argc, char **argv)
         return 1;
     }
     fprintf(report, "{\n");
-    const struct CMUnitTest tests[] = {cmocka_unit_test(same_bytes), cmocka_unit_test(refused), cmocka_unit_test(real_size)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(same_bytes), cmocka_unit_test(refused), cmocka_unit_test(heads), cmocka_unit_test(real_size)};
     int bad = cmocka_run_group_tests(tests, NULL, NULL);
     fprintf(report, "  \"device\": \"%s\",\n  \"failed\": %d\n}\n", info.name, bad);
     fclose(report);
