@@ -38,7 +38,7 @@ void mk_bytes_of(const mk_model *m, mk_bytes *b)
         }
         if (y->ffn == MK_FFN_DENSE) {
             b->weights += SUM(&y->dense.gate, &y->dense.up, &y->dense.down);
-        } else {
+        } else if (y->ffn == MK_FFN_MOE) {
             const mk_moe *e = &y->moe;
             b->weights += of(&e->router);
             if (e->shared.inter) b->weights += SUM(&e->shared.gate, &e->shared.up, &e->shared.down, &e->shared_gate);

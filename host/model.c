@@ -259,7 +259,7 @@ static void walk_layer(const walker *w, mk_layer *y)
     }
     if (y->ffn == MK_FFN_DENSE) {
         walk_dense(w, &y->dense);
-    } else {
+    } else if (y->ffn == MK_FFN_MOE) {
         mk_moe *e = &y->moe;
         visit(w, &e->router, 0, 0);
         visit_par(w, &e->bias, 0);
@@ -551,7 +551,7 @@ int mk_model_resolve(mk_model *m, const mk_checkpoint *ck, enum mk_weights_mode 
         mk_layer *y = &m->layer[i];
         if (y->ffn == MK_FFN_DENSE) {
             r.rc = check_pair(&r, &y->dense.gate, &y->dense.up);
-        } else {
+        } else if (y->ffn == MK_FFN_MOE) {
             r.rc = check_pair(&r, &y->moe.gate, &y->moe.up);
             if (!r.rc) r.rc = check_pair(&r, &y->moe.shared.gate, &y->moe.shared.up);
         }

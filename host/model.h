@@ -53,7 +53,7 @@ typedef struct mk_norm {
 } mk_norm;
 
 enum mk_mixer { MK_MIX_DELTA = 1 /* KDA, GDN */, MK_MIX_MLA = 2, MK_MIX_GQA = 3 };
-enum mk_ffn { MK_FFN_DENSE = 1, MK_FFN_MOE = 2 };
+enum mk_ffn { MK_FFN_NONE = 0 /* benchmarks of mixers alone */, MK_FFN_DENSE = 1, MK_FFN_MOE = 2 };
 
 /* Gated delta rule with short convolution (models.md 3.2). */
 typedef struct mk_delta_mixer {

@@ -479,7 +479,7 @@ void mk_plan_layers(mk_builder *b)
         if (b->failed) break;
         if (L->ffn == MK_FFN_DENSE)
             dense_layer(b, &R, l);
-        else
+        else if (L->ffn == MK_FFN_MOE)
             moe_layer(b, &R, l);
     }
     if (!b->failed) head_and_sample(b, &R);

@@ -1,12 +1,14 @@
-/* mkctl plan MODEL: what a model costs on N workers. Needs a config.json and no weights. */
+/* mkctl plan MODEL: what a model costs on N workers. Needs a config.json (or a preset's name) and no weights. */
 #include "ipc/mkctl.h"
 
 #include "host/planner.h"
+#include "host/preset.h"
 #include "instructions/validate.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static void print_layers(const mk_model *m)
 {
@@ -100,7 +102,7 @@ int mkctl_plan(int argc, char **argv)
     size_t n = 0;
     int rc = mkctl_flags(argc, argv, flags, sizeof flags / sizeof flags[0], &path, 1, &n);
     if (rc) return rc < 0 ? MK_OK : rc;
-    if (!n) return mkctl_usage("plan: name a checkpoint directory or a config.json");
+    if (!n) return mkctl_usage("plan: name a checkpoint directory, a config.json or a preset");
     if (!context) return mkctl_usage("plan: --context: expected at least 1");
     enum mk_weights_mode mode = MK_WEIGHTS_AUTO;
     if (!strcmp(weights, "fp8"))
@@ -118,7 +120,9 @@ int mkctl_plan(int argc, char **argv)
     mk_validation val;
     mk_plan_config pc = {.workers = workers, .max_context = context, .kv_pages = (context + MK_PAGE - 1) / MK_PAGE, .state_slots = 1,
                          .smem_limit = smem_kb * 1024};
-    if ((rc = mk_model_read(path, &m, &err)) || (m->lm_head_mode = (uint8_t)head_mode, rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
+    const mk_preset *preset = access(path, F_OK) ? mk_preset_find(path) : NULL;
+    if (preset && mode == MK_WEIGHTS_AUTO) mode = preset->weights;
+    if ((rc = preset ? mk_preset_model(preset, &m, &err) : mk_model_read(path, &m, &err)) || (m->lm_head_mode = (uint8_t)head_mode, rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
         (rc = mk_validate(plan->prog, &val, &err)) || (out && (rc = mk_program_save(plan->prog, out, &err)))) {
         rc = mkctl_failed("plan", &err);
     } else {

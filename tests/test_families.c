@@ -1,6 +1,7 @@
 /* The published configurations of the families: each is read, planned for 132 workers and validated; phases are even or say why not; the
  * bytes of a token are those of models.md section 2. And what is refused, by name. */
 #include "host/planner.h"
+#include "host/preset.h"
 #include "instructions/validate.h"
 #include "tests/support/edit.h"
 #include "tests/support/tmp.h"
@@ -126,6 +127,33 @@ static void bytes_of_a_token(void **state)
     }
 }
 
+/* Every preset becomes a program for an H200; seeds.md A7 has the bytes of glm52-mla's layers (theirs with 8 more for BF16 absorb weights, and a 656-byte cache). */
+static void presets(void **state)
+{
+    (void)state;
+    char names[512], *save = NULL;
+    snprintf(names, sizeof names, "%s", mk_preset_names());
+    uint32_t n = 0;
+    for (char *name = strtok_r(names, ", ", &save); name; name = strtok_r(NULL, ", ", &save), n++) {
+        const mk_preset *p = mk_preset_find(name);
+        mk_plan_config c = {.workers = 132, .max_context = 2048, .kv_pages = 32, .state_slots = 1, .smem_limit = 227 * 1024};
+        mk_model *m = NULL;
+        mk_plan *plan = NULL;
+        mk_err err = {0};
+        assert_non_null(p);
+        if (mk_preset_model(p, &m, &err) || mk_model_resolve(m, NULL, p->weights, &err) || mk_plan_make(m, &c, &plan, &err) ||
+            mk_validate(plan->prog, NULL, &err))
+            fail_msg("%s: %s", name, err.msg);
+        double layer = (mk_bytes_step(&plan->bytes, 1, 2048) - 2.0 * m->vocab * m->hidden) / m->layers;
+        print_message("%-22s %8.3f GB a token\n", name, mk_bytes_step(&plan->bytes, 1, 2048) / 1e9);
+        if (!strcmp(name, "glm52-mla")) assert_true(m->layers >= 8 && fabs(layer - 2048 * (1152 - 656) - 166e6) < 1e6);
+        mk_plan_destroy(&plan);
+        mk_model_destroy(&m);
+    }
+    assert_int_equal(n, 7);
+    assert_null(mk_preset_find("glm52"));
+}
+
 static void llama_dimensions(void **state)
 {
     (void)state;
@@ -230,7 +258,7 @@ static void refused(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(published), cmocka_unit_test(bytes_of_a_token),
+        cmocka_unit_test(published), cmocka_unit_test(bytes_of_a_token), cmocka_unit_test(presets),
         cmocka_unit_test(llama_dimensions),
         cmocka_unit_test(qwen_dimensions),
         cmocka_unit_test(refused),
