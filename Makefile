@@ -37,7 +37,7 @@ help:
 	@echo 'make install PREFIX=/usr/local DESTDIR='
 
 all: $(BUILD)/mkd $(BUILD)/mkctl $(BUILD)/libmkd-client.a
-tests: all $(TESTS) $(BUILD)/tests/gpu/hang_client
+tests: all $(TESTS) $(BUILD)/tests/gpu/hang_client $(BUILD)/tests/gpu/soak
 ifeq ($(NVCC),)
 all:
 	@echo 'nvcc not found: built for the CPU twin only'
@@ -76,6 +76,9 @@ $(BUILD)/mkctl: $(BUILD)/ipc/mkctl.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/tests/gpu/hang_client: $(BUILD)/tests/gpu/hang_client.o $(BUILD)/libmkd-client.a
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
+$(BUILD)/tests/gpu/soak: $(BUILD)/tests/gpu/soak.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/tests/gpu/libcount_api.so: tests/gpu/count_api.c

@@ -29,13 +29,13 @@ def read(path):
         name = name.rstrip(b"\0").decode()
         calls[name] = calls.get(name, 0) + count
     at = 16 + 64 * NAMES
-    shapes = [struct.unpack_from("<QIII", data, at + 24 * i)[:4] for i in range(min(launches, LAUNCHES))]
-    return calls, launches, shapes
+    last = {i: struct.unpack_from("<QIII", data, at + 24 * (i % LAUNCHES))[1:] for i in range(max(0, launches - LAUNCHES), launches)}
+    return calls, launches, last
 
 
 def main():
     before, launches0, _ = read(sys.argv[1])
-    after, launches1, shapes = read(sys.argv[2])
+    after, launches1, last = read(sys.argv[2])
     extra = {}
     for a in sys.argv[3:]:
         k, v = a.split("=", 1)
@@ -45,14 +45,15 @@ def main():
             extra[k] = v
     calls = {k: v - before.get(k, 0) for k, v in sorted(after.items()) if v != before.get(k, 0)}
     wrong = {k: v for k, v in calls.items() if base(k) not in ALLOWED}
-    resident = [s for s in shapes if s[3] > 100000]  # nothing else takes a whole SM's shared memory
+    # The resident kernel is what was launched last before READY; nothing else has its shape.
+    resident = [s for s in last.values() if s == last.get(launches0 - 1)]
     out = dict(extra)
     out["calls_before_ready"] = sum(before.values())
     out["calls_ready_to_stop"] = calls
     out["calls_not_allowed"] = wrong
-    out["launches_for_setup"] = launches0 - len(resident)
+    out["launches_for_setup"] = launches0 - 1
     out["launches_ready_to_stop"] = launches1 - launches0
-    out["resident_launches"] = [{"blocks": g, "threads": b, "shared_bytes": s} for _, g, b, s in resident]
+    out["resident_launches"] = [{"blocks": g, "threads": b, "shared_bytes": s} for g, b, s in resident]
     ok = not wrong and launches1 == launches0 and len(resident) == 1 and before
     if extra.get("min_tokens", 0) > extra.get("tokens", 0):
         ok = False
