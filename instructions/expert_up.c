@@ -14,8 +14,8 @@ void mk_expert_up_twin(mk_ctx *c)
     const mk_routes *routes = mk_local(c, in->wait[1].vec);
     uint32_t nrows = c->step->nrows, workers = c->prog->info.workers, stride = mk_staged_stride(e->k);
     uint32_t widest = (e->inter + e->T - 1) / e->T;
-    float *x = c->scratch, *y = x + (size_t)nrows * stride;
-    mk_stage(c, 0, e->k, MK_PRO_RMS, e->param_off, e->eps, 0, 0, x);
+    float *x = c->scratch, *y = x + (size_t)nrows * stride, norm[MK_MAX_ROWS];
+    mk_stage(c, 0, e->k, MK_PRO_RMS, e->param_off, e->eps, 0, 0, x, norm);
 
     for (uint32_t j = 0; j < routes->n_union; j++) {
         uint32_t first = (c->worker + workers - (uint32_t)((uint64_t)j * e->T % workers)) % workers;
@@ -42,8 +42,8 @@ void mk_expert_up_twin(mk_ctx *c)
             mk_matvec(&s, xr, m, yr);
             c->bytes += mk_weight_bytes(&s);
             for (uint32_t q = 0; q < m; q++) {
-                float *v = yr[q];
-                for (uint32_t i = 0; i < n; i++) v[i] = mk_siluf(v[i]) * v[n + i];
+                float *v = yr[q], f = norm[row[q]];
+                for (uint32_t i = 0; i < n; i++) v[i] = mk_siluf(v[i] * f) * (v[n + i] * f);
                 mk_publish(c, row[q], routes->rank[row[q]][j] * (uint32_t)e->T + t, v, 0.0f);
             }
         }

@@ -17,30 +17,39 @@ void mk_gemv_twin(mk_ctx *c)
     const mk_gemv *g = &in->gemv;
     const mk_vec *out = &c->prog->vec[in->signal_vec];
     uint32_t nrows = c->step->nrows, halves = g->epilogue == MK_EPI_SILU ? 2 : 1, stride = mk_staged_stride(g->k);
-    float *x = c->scratch, *y = x + (size_t)nrows * stride, *res = y + (size_t)nrows * g->n * halves;
+    uint32_t rows = g->n * halves, norms = mk_stage_norms(c, g->k, g->prologue, g->norm_group);
+    float *x = c->scratch, *y = x + (size_t)nrows * stride, *part = y + (size_t)nrows * rows, *norm = part + (size_t)nrows * rows, *res = norm + nrows * norms;
     const float *xr[MK_MAX_ROWS];
-    float *yr[MK_MAX_ROWS];
+    float *yr[MK_MAX_ROWS], *pr[MK_MAX_ROWS];
 
-    mk_stage(c, g->in_off, g->k, g->prologue, g->param_off, g->eps, g->norm_group, g->flags & MK_GEMV_X_F32, x);
+    mk_stage(c, g->in_off, g->k, g->prologue, g->param_off, g->eps, g->norm_group, g->flags & MK_GEMV_X_F32, x, norm);
     for (uint32_t r = 0; r < nrows; r++) {
         xr[r] = x + (size_t)r * stride;
-        yr[r] = y + (size_t)r * g->n * halves;
+        yr[r] = y + (size_t)r * rows;
+        pr[r] = part + (size_t)r * rows;
     }
     mk_segment s = {.data = c->mem->tape + c->prog->tape_base[c->worker] + in->tape_off,
                     .wtype = g->wtype,
-                    .rows = g->n * halves,
+                    .rows = rows,
                     .k = g->k,
                     .halves = halves,
                     .nseg = g->nseg,
                     .phase = g->phase,
                     .scale_k = g->scale_k};
-    mk_matvec(&s, xr, nrows, yr);
+    if (norms == 1) mk_matvec(&s, xr, nrows, yr);
     c->bytes += mk_weight_bytes(&s);
+    for (uint32_t h = 0; norms > 1 && h < norms; h++) { /* heads ascending, each with its norm */
+        s.kb0 = h * (g->norm_group / mk_kblock_values(g->wtype));
+        s.kb1 = (h + 1) * (g->norm_group / mk_kblock_values(g->wtype));
+        mk_matvec(&s, xr, nrows, pr);
+        for (uint32_t r = 0; r < nrows; r++)
+            for (uint32_t i = 0; i < rows; i++) yr[r][i] = (h ? yr[r][i] : 0.0f) + norm[r * norms + h] * pr[r][i];
+    }
 
     for (uint32_t r = 0; r < nrows; r++) {
-        float *v = yr[r];
-        if (g->scale != 1.0f)
-            for (uint32_t i = 0; i < g->n * halves; i++) v[i] *= g->scale;
+        float *v = yr[r], scale = (norms == 1 ? norm[r] : 1.0f) * g->scale;
+        if (scale != 1.0f)
+            for (uint32_t i = 0; i < rows; i++) v[i] *= scale;
         if (g->epilogue == MK_EPI_SILU) {
             for (uint32_t i = 0; i < g->n; i++) v[i] = mk_siluf(v[i]) * v[g->n + i];
         } else if (g->epilogue == MK_EPI_ADD || g->epilogue == MK_EPI_GATED) {

@@ -30,11 +30,12 @@ void mk_lm_head_twin(mk_ctx *c)
     const float *xr[MK_MAX_ROWS];
     float *yr[MK_MAX_ROWS];
     if (c->step->any_logits) {
-        float *x = c->scratch;
-        mk_stage(c, 0, l->k, MK_PRO_RMS, l->param_off, l->eps, 0, 0, x);
+        float *x = c->scratch, norm[MK_MAX_ROWS], factor[MK_MAX_ROWS];
+        mk_stage(c, 0, l->k, MK_PRO_RMS, l->param_off, l->eps, 0, 0, x, norm);
         for (uint32_t r = 0; r < nrows; r++) {
             if (!(c->step->row[r].flags & MK_ROW_LOGITS)) continue;
             xr[m] = x + (size_t)r * stride;
+            factor[m] = norm[r];
             yr[m++] = logits + (size_t)r * l->vocab + l->row0;
         }
         mk_segment s = {.data = c->mem->tape + c->prog->tape_base[c->worker] + in->tape_off,
@@ -47,6 +48,8 @@ void mk_lm_head_twin(mk_ctx *c)
                         .scale_k = MK_SCALE_ROWS};
         mk_matvec(&s, xr, m, yr);
         c->bytes += mk_weight_bytes(&s);
+        for (uint32_t q = 0; q < m; q++)
+            for (uint32_t i = 0; i < l->n; i++) yr[q][i] *= factor[q];
     }
     for (uint32_t r = 0; r < nrows; r++) {
         float stats[4] = {-INFINITY, 0, 0, 0};

@@ -32,12 +32,12 @@ MK_INLINE uint32_t scale_index(const mk_segment *s, uint32_t row)
 MK_INLINE void tile_fp8(const mk_segment *s, const uint8_t *w, const float *scales, uint32_t row, uint32_t tile, const float *const *x,
                      uint32_t n, float *const *y)
 {
-    uint32_t nkb = (s->k + 63) / 64, total = s->nseg * s->halves, shift = s->scale_k == 128 ? 1 : 0, index[TILE];
+    uint32_t total = s->nseg * s->halves, shift = s->scale_k == 128 ? 1 : 0, index[TILE];
     size_t stride = (size_t)s->rows * MK_KBLOCK_BYTES;
     mk_f8 acc[MK_MAX_ROWS][TILE];
     memset(acc, 0, n * sizeof acc[0]);
     for (uint32_t i = 0; i < tile; i++) index[i] = scale_index(s, row + i);
-    for (uint32_t kb = 0; kb < nkb; kb++) {
+    for (uint32_t kb = s->kb0; kb < s->kb1; kb++) {
         const uint8_t *p = w + kb * stride + (size_t)row * MK_KBLOCK_BYTES;
         for (uint32_t i = 0; i < tile; i++, p += MK_KBLOCK_BYTES) {
             mk_f8 v[8];
@@ -58,11 +58,10 @@ MK_INLINE void tile_fp8(const mk_segment *s, const uint8_t *w, const float *scal
 MK_INLINE void tile_bf16(const mk_segment *s, const uint8_t *w, uint32_t row, uint32_t tile, const float *const *x, uint32_t n,
                       float *const *y)
 {
-    uint32_t nkb = (s->k + 31) / 32;
     size_t stride = (size_t)s->rows * MK_KBLOCK_BYTES;
     mk_f8 acc[MK_MAX_ROWS][TILE];
     memset(acc, 0, n * sizeof acc[0]);
-    for (uint32_t kb = 0; kb < nkb; kb++) {
+    for (uint32_t kb = s->kb0; kb < s->kb1; kb++) {
         const uint8_t *p = w + kb * stride + (size_t)row * MK_KBLOCK_BYTES;
         for (uint32_t i = 0; i < tile; i++, p += MK_KBLOCK_BYTES) {
             mk_f8 v[4];
@@ -103,8 +102,10 @@ MK_CLONES static void matvec_n(const mk_segment *s, const uint8_t *w, const floa
     }
 }
 
-void mk_matvec(const mk_segment *s, const float *const *x, uint32_t n, float *const *y)
+void mk_matvec(const mk_segment *segment, const float *const *x, uint32_t n, float *const *y)
 {
+    mk_segment all = *segment, *s = &all;
+    if (!s->kb1) s->kb1 = (s->k + mk_kblock_values(s->wtype) - 1) / mk_kblock_values(s->wtype);
     const float *scales = (const float *)s->data;
     const uint8_t *w = s->data + mk_segment_scale_bytes(s->wtype, s->k, s->nseg * s->halves, s->scale_k);
     if (n == 1)
@@ -141,23 +142,34 @@ static float head_trailers(const mk_ctx *c, uint32_t row, uint32_t first, uint32
     return sum;
 }
 
-void mk_stage(const mk_ctx *c, uint32_t in_off, uint32_t k, uint32_t prologue, uint32_t param_off, float eps, uint32_t norm_group,
-              int keep_f32, float *x)
+uint32_t mk_stage_norms(const mk_ctx *c, uint32_t k, uint32_t prologue, uint32_t norm_group)
 {
-    uint32_t stride = mk_staged_stride(k);
-    for (uint32_t r = 0; r < c->step->nrows; r++, x += stride) {
+    return prologue == MK_PRO_HEADNORM && !mk_act_f32(c) && norm_group % 64 == 0 ? k / norm_group : 1;
+}
+
+void mk_stage(const mk_ctx *c, uint32_t in_off, uint32_t k, uint32_t prologue, uint32_t param_off, float eps, uint32_t norm_group,
+              int keep_f32, float *x, float *norm)
+{
+    uint32_t stride = mk_staged_stride(k), norms = mk_stage_norms(c, k, prologue, norm_group);
+    int rounded = !keep_f32 && !mk_act_f32(c);
+    for (uint32_t r = 0; r < c->step->nrows; r++, x += stride, norm += norms) {
         mk_read(c, 0, r, in_off, k, x);
         memset(x + k, 0, (stride - k) * sizeof *x);
+        for (uint32_t h = 0; h < norms; h++) norm[h] = 1.0f;
         if (prologue == MK_PRO_RMS) {
             const float *gamma = c->mem->param + param_off;
             float rstd = 1.0f / sqrtf(sum_squares(x, k) / (float)k + eps);
-            for (uint32_t i = 0; i < k; i++) x[i] = x[i] * rstd * gamma[i];
+            for (uint32_t i = 0; i < k; i++) x[i] = rounded ? x[i] * gamma[i] : x[i] * rstd * gamma[i];
+            if (rounded) norm[0] = rstd;
         } else if (prologue == MK_PRO_HEADNORM) {
             for (uint32_t h = 0; h < k; h += norm_group) {
                 float rstd = 1.0f / sqrtf(head_trailers(c, r, in_off + h, norm_group) / (float)norm_group + eps);
-                for (uint32_t i = h; i < h + norm_group; i++) x[i] *= rstd;
+                if (rounded && norm_group % 64 == 0)
+                    norm[h / norm_group] = rstd;
+                else
+                    for (uint32_t i = h; i < h + norm_group; i++) x[i] *= rstd;
             }
         }
-        if (!keep_f32 && !mk_act_f32(c)) round_bf16(x, k);
+        if (rounded) round_bf16(x, k);
     }
 }

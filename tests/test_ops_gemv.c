@@ -98,21 +98,24 @@ static double dot(const matrix *w, uint32_t row, const double *x, double *scale)
     return y;
 }
 
-static void rms(double *x, const float *gamma, uint32_t k, double eps)
+static void round_all(double *x, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++) x[i] = (double)mk_round_bf16((float)x[i]);
+}
+
+/* rounded: x * gamma is rounded to bf16 before the division. */
+static void rms(double *x, const float *gamma, uint32_t k, double eps, int rounded)
 {
     double sq = 0;
     for (uint32_t i = 0; i < k; i++) sq += x[i] * x[i];
-    for (uint32_t i = 0; i < k; i++) x[i] *= (double)gamma[i] / sqrt(sq / k + eps);
+    for (uint32_t i = 0; i < k; i++) x[i] *= (double)gamma[i];
+    if (rounded) round_all(x, k);
+    for (uint32_t i = 0; i < k; i++) x[i] /= sqrt(sq / k + eps);
 }
 
 static double silu(double x)
 {
     return x / (1 + exp(-x));
-}
-
-static void round_all(double *x, uint32_t n)
-{
-    for (uint32_t i = 0; i < n; i++) x[i] = (double)mk_round_bf16((float)x[i]);
 }
 
 /* ---- GEMV ------------------------------------------------------------------------------------------------------------ */
@@ -220,13 +223,13 @@ static void gemv_check(const gemv_case *t)
     int x_f32 = t->act_f32 || t->flags & MK_GEMV_X_F32;
     for (uint32_t r = 0; r < MK_MAX_ROWS; r++) {
         for (uint32_t i = 0; i < t->k; i++) xd[i] = (double)x[r][t->in_off + i];
-        if (t->prologue == MK_PRO_RMS) rms(xd, gamma, t->k, (double)1e-5f);
+        if (t->prologue == MK_PRO_RMS) rms(xd, gamma, t->k, (double)1e-5f, !x_f32);
         if (headnorm)
             for (uint32_t i = 0; i < t->k; i++) {
                 uint32_t head = (t->in_off + i) / HEAD;
                 xd[i] /= sqrt(((double)trailer[r][2 * head] + (double)trailer[r][2 * head + 1]) / HEAD + (double)1e-5f);
             }
-        if (!x_f32) round_all(xd, t->k);
+        if (!x_f32 && t->prologue != MK_PRO_RMS) round_all(xd, t->k);
         double limit = !x_f32 && t->prologue != MK_PRO_NONE ? 2e-3 : 4e-6; /* a value near the middle of two bf16 may round either way */
         for (uint32_t i = 0; i < t->n; i++) {
             double sc, sc2, y = dot(&m[0], t->row0 + i, xd, &sc) * (double)t->scale;
@@ -460,8 +463,7 @@ static void expert_check(const expert_case *t)
         for (uint32_t q = 0; q < rows; q++) {
             uint32_t r = which[q];
             for (uint32_t i = 0; i < H; i++) xd[i] = (double)x[(size_t)r * H + i];
-            rms(xd, gamma, H, (double)1e-5f);
-            if (!t->act_f32) round_all(xd, H);
+            rms(xd, gamma, H, (double)1e-5f, !t->act_f32);
             one_get(o, u, q, 0, TOPK * I, uu);
             double peak = 0;
             for (uint32_t k = 0; k < TOPK; k++)
@@ -588,8 +590,7 @@ static void lm_case(uint32_t wtype, uint32_t vocab, uint32_t k, uint32_t slices,
             if (wants && pass == 0) {
                 memcpy(first + (size_t)r * vocab, l, vocab * sizeof *l);
                 for (uint32_t i = 0; i < k; i++) xd[i] = (double)x[(size_t)r * k + i];
-                rms(xd, gamma, k, (double)1e-5f);
-                if (!act_f32) round_all(xd, k);
+                rms(xd, gamma, k, (double)1e-5f, !act_f32);
                 for (uint32_t i = 0; i < vocab; i++) {
                     double sc, want = dot(&m, i, xd, &sc), e = one_close("logit", &l[i], &want, 1, sc, act_f32 ? 4e-6 : 2e-3);
                     if (e > worst) worst = e;
