@@ -354,6 +354,12 @@ static void one_piece(void *arg, const mk_piece *pc)
     if (!room(j, n + 1)) return;
     double rms = pc->kind == MK_PC_PACKETS ? vector_rms(j) : 0, tol = pc->kind == MK_PC_STATS ? 1e-5 : mk_tolerance(in);
     if (j->lost) return;
+    if (tol < j->c->floor) tol = j->c->floor;
+    if (j->c->last && (pc->kind == MK_PC_PACKETS || pc->kind == MK_PC_STATS)) {
+        uint32_t found;
+        memcpy(&found, j->want->exchange + pc->off + 12, 4);
+        if (found != mk_epoch(j->epoch0, j->step->seq, in->signal_pub)) return;
+    }
     if (j->mark[pc->region])
         for (uint64_t b = pc->off; b < pc->off + pc->bytes; b += 4) j->mark[pc->region][b / 4] = 1;
     mk_piece_read(j->p, pc, j->got, in, j->row, j->w, j->bits);

@@ -53,6 +53,10 @@ typedef struct mk_divergence {
 } mk_divergence;
 
 typedef struct mk_comparison {
+    /* asked for */
+    double floor; /* no tolerance is below this one: for runs whose inputs have drifted apart */
+    int last;     /* packets that `want` has overwritten since are passed over */
+    /* found */
     double worst[MK_OP_COUNT];     /* error / (rms + |want|) */
     double tolerance[MK_OP_COUNT]; /* the greatest that was applied */
     uint64_t values[MK_OP_COUNT];

@@ -1,160 +1,455 @@
-/* mkctl diff: the same program in act=f32 and in default precision on the twin, instruction by instruction. What an instruction publishes
- * is compared with the same publication of the strict run, relative to the RMS of the whole vector; the first one over the tolerance is
- * named. (Once a GPU runs the program it takes the second place.) */
-#include "ipc/mkctl.h"
+/* mkctl diff: the GPU's own program, tape and steps on the resident kernel and on the twin.
+ *
+ * Every step is run twice on the GPU, from the twin's memory as it was before the step:
+ *  1. in waves. A wave is all instructions whose inputs come from earlier waves. Before each, the GPU gets the twin's memory (packets, counters, LOCAL and
+ *     BULK vectors, recurrent state, KV cache); both run the wave; everything that its instructions write is compared with the opcode's own tolerance
+ *     (instructions/tolerance.h), and that they wrote nothing else. Errors cannot pile up: the first divergence names the instruction that makes it.
+ *  2. freely: all of the step's instructions as the resident kernel runs them, on the GPU's own intermediate values. What is left of it (the last publications,
+ *     states, cache rows, tokens) is compared with --tolerance. When that fails, the step is cut after layer 0, 1, ... (bisection) and the first publication
+ *     that is off is named.
+ * Then the twin's memory goes on to the next step: a divergence is reported once, not in everything after it. SCHEDULE is one source for both machines and runs on
+ * the twin. */
+#include "ipc/mkctl_diff.h"
 
-#include "host/session.h"
+#ifdef MK_CUDA
+#include "host/compare.h"
+#include "host/version.h"
+#include "megakernel/gpu.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-#define CHUNK MK_MAX_ROWS
-
-/* Published values of one step: value i of row r of (vector, publication) at at[vec][pub] + r * width + i. */
-typedef struct record {
+typedef struct diff {
+    const mkctl_diff_config *cfg;
+    mk_session *s;
+    mk_gpu *gpu;
     const mk_program *p;
-    size_t *base;   /* [n_vec] */
-    float *value, *ref; /* this run's, the strict run's */
-    size_t n;
-    int comparing;
-    double tolerance;
-    double worst[MK_OP_COUNT];
-    uint64_t count[MK_OP_COUNT];
-    char first[256];
-} record;
+    mk_memory *twin;       /* the session's */
+    mk_memory before, got; /* as before the wave; what the GPU made */
+    mk_memory start;       /* as before the step */
+    uint32_t *level, levels; /* [n_insn] wave of every instruction; MK_NONE: SCHEDULE */
+    uint32_t *route;         /* [n_insn] index of the ROUTE that an EXPERT instruction needs in its launch, ~0: none */
+    mk_insn *insn;           /* a part of the program: instructions and queues */
+    uint32_t *queue, *origin;
+    mk_comparison wave, free;
+    uint64_t steps, rows, tokens, same_tokens;
+    uint32_t spoil;          /* index of the instruction, ~0: none */
+} diff;
 
-static size_t at(const record *r, uint32_t vec, uint32_t pub, uint32_t row)
+/* ---- waves ---------------------------------------------------------------------------------------------------------- */
+
+/* Instruction that publishes slice `slice` of (vec, pub); slices of DYNAMIC vectors and increments of BULK ones: any of the publishers may be the last. */
+static uint32_t raise(uint32_t have, uint32_t level)
 {
-    const mk_vec *v = &r->p->vec[vec];
-    return r->base[vec] + ((size_t)pub * MK_MAX_ROWS + row) * v->width;
+    return level + 1 > have ? level + 1 : have;
 }
 
-static double rms(const float *v, uint32_t n)
+/* Level of an instruction: at least that of the one before it in its queue, and one more than those of all that publish what it waits for. */
+static int make_levels(diff *d, mk_err *err)
 {
-    double s = 0;
-    for (uint32_t i = 0; i < n; i++) s += (double)v[i] * v[i];
-    return sqrt(s / n);
-}
-
-static void one_slice(record *r, const mk_ctx *c, uint32_t row, uint32_t slice)
-{
-    const mk_vec *v = &r->p->vec[c->in->signal_vec];
-    const uint32_t *start = mk_vec_starts(r->p, v);
-    uint32_t n = start[slice + 1] - start[slice];
-    /* reads back what was just published: a wait for our own signal */
-    mk_insn in = {.nwait = 1, .wait = {{c->in->signal_vec, c->in->signal_pub, (uint16_t)slice, 1}}};
-    mk_ctx back = *c;
-    back.in = &in;
-    size_t k = at(r, c->in->signal_vec, c->in->signal_pub, row);
-    mk_read(&back, 0, row, start[slice], n, r->value + k + start[slice]);
-    if (!r->comparing || c->in->opcode == MK_OP_LM_HEAD) return; /* stats are not a vector of one kind */
-    double scale = rms(r->ref + k, v->width), worst = 0;
-    for (uint32_t i = start[slice]; i < start[slice] + n; i++) {
-        double d = fabs((double)r->value[k + i] - r->ref[k + i]) / (scale > 0 ? scale : 1);
-        if (!(d <= worst)) worst = d;
-    }
-    if (!(worst <= r->worst[c->in->opcode])) r->worst[c->in->opcode] = worst;
-    r->count[c->in->opcode]++;
-    if (!(worst <= r->tolerance) && !r->first[0])
-        snprintf(r->first, sizeof r->first, "step %u row %u: worker %u #%u %s layer %d, vector %s publication %u slice %u: off by %.3e of its RMS",
-                 c->step->seq, row, c->worker, c->in->seq, mk_opcode_name(c->in->opcode), c->in->layer == MK_NONE ? -1 : c->in->layer,
-                 v->name, c->in->signal_pub, slice, worst);
-}
-
-static void on_insn(void *arg, const mk_ctx *c)
-{
-    record *r = arg;
-    if (c->in->signal_vec == MK_NONE || r->p->vec[c->in->signal_vec].scope != MK_PACKET) return;
-    for (uint32_t row = 0; row < c->step->nrows; row++) {
-        if (c->in->opcode != MK_OP_EXPERT_UP) {
-            one_slice(r, c, row, c->in->signal_slice);
-            continue;
-        }
-        const mk_routes *m = mk_local(c, c->in->wait[1].vec);
-        uint32_t T = c->in->expert.T, W = r->p->info.workers;
-        for (uint32_t j = 0; j < m->n_union; j++)
-            for (uint32_t t = 0; t < T && m->rank[row][j] != 255; t++)
-                if ((j * T + t) % W == c->worker) one_slice(r, c, row, m->rank[row][j] * T + t);
-    }
-}
-
-static int open_pair(const mk_session_config *base, mk_session **s, record *r, mk_err *err)
-{
-    for (int i = 0; i < 2; i++) {
-        mk_session_config c = *base;
-        c.act_f32 = i == 0;
-        int rc = mk_session_open(&c, &s[i], err);
-        if (rc) return rc;
-        mk_session_stream(s[i], 0, NULL, 0);
-        s[i]->on_insn = on_insn;
-        s[i]->arg = r;
-    }
-    const mk_program *p = s[0]->plan->prog;
-    r->p = p;
-    r->base = calloc(p->info.n_vec, sizeof *r->base);
-    for (uint32_t v = 0; r->base && v < p->info.n_vec; v++) {
-        r->base[v] = r->n;
-        if (p->vec[v].scope == MK_PACKET) r->n += (size_t)p->vec[v].pubs * MK_MAX_ROWS * p->vec[v].width;
-    }
-    r->value = calloc(r->n, sizeof *r->value);
-    r->ref = calloc(r->n, sizeof *r->ref);
-    if (!r->base || !r->value || !r->ref) return mk_fail(err, MK_E_CAPACITY, "out of memory");
-    return MK_OK;
-}
-
-static int run(const mk_session_config *cfg, const uint32_t *ids, uint32_t n, double tolerance, mk_err *err)
-{
-    mk_session *s[2] = {NULL, NULL};
-    record r = {.tolerance = tolerance};
-    int rc = open_pair(cfg, s, &r, err);
-    for (uint32_t i = 0; i < n && !rc; i++)
-        if (ids[i] >= s[0]->model->vocab)
-            rc = mk_fail(err, MK_E_USAGE, "token %u: id %u is outside the vocabulary of %u", i, ids[i], s[0]->model->vocab);
-    /* one step at a time: strict first, its values kept, then the other */
-    for (uint32_t i = 0; i < n && !rc; i += CHUNK) {
-        uint32_t m = n - i < CHUNK ? n - i : CHUNK;
-        for (int k = 0; k < 2 && !rc; k++) {
-            r.comparing = k;
-            r.p = s[k]->plan->prog;
-            mk_session_append(s[k], 0, ids + i, m, MK_APPEND_LOGPROBS);
-            rc = mk_session_run(s[k], err);
-            if (k == 0) {
-                float *t = r.value;
-                r.value = r.ref;
-                r.ref = t;
+    const mk_program *p = d->p;
+    uint32_t n = p->info.n_insn, W = p->info.workers, pubs = 0, *first = calloc(p->info.n_vec + 1, 4);
+    d->level = calloc(n + 1, 4);
+    d->route = malloc((n + 1) * 4ull);
+    for (uint32_t v = 0; first && v < p->info.n_vec; v++) first[v] = pubs, pubs += p->vec[v].pubs;
+    /* greatest level of the publishers of (vec, pub); an order in which they all are known first: repeat until nothing rises */
+    uint32_t *of = calloc(pubs + 1, 4);
+    if (!first || !d->level || !d->route || !of) return free(first), free(of), mk_fail(err, MK_E_CAPACITY, "out of memory");
+    for (int again = 1; again;) {
+        again = 0;
+        for (uint32_t w = 0; w < W; w++) {
+            uint32_t last = 0, route = ~0u;
+            for (uint32_t x = p->queue[w]; x < p->queue[w + 1]; x++) {
+                const mk_insn *in = &p->insn[x];
+                uint32_t l = last;
+                for (int k = 0; k < in->nwait; k++) {
+                    const mk_vec *v = &p->vec[in->wait[k].vec];
+                    if (v->scope == MK_LOCAL) { /* of this queue */
+                        for (uint32_t y = x; y-- > p->queue[w];)
+                            if (p->insn[y].signal_vec == in->wait[k].vec) {
+                                l = raise(l, d->level[y]);
+                                break;
+                            }
+                    } else if (of[first[in->wait[k].vec] + in->wait[k].pub]) {
+                        l = raise(l, of[first[in->wait[k].vec] + in->wait[k].pub] - 1);
+                    }
+                }
+                if (in->opcode == MK_OP_ROUTE) route = x;
+                d->route[x] = in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN ? route : ~0u;
+                if (l != d->level[x]) d->level[x] = l, again = 1;
+                last = l;
+                if (in->opcode == MK_OP_SCHEDULE) continue;
+                if (in->signal_vec != MK_NONE && p->vec[in->signal_vec].scope != MK_LOCAL) {
+                    uint32_t *o = &of[first[in->signal_vec] + in->signal_pub];
+                    if (l + 1 > *o) *o = l + 1, again = 1;
+                }
+                if (in->opcode == MK_OP_LM_HEAD) {
+                    uint32_t *o = &of[first[in->lm_head.logits_vec] + in->lm_head.logits_pub];
+                    if (l + 1 > *o) *o = l + 1, again = 1;
+                }
+                if (l + 1 > d->levels) d->levels = l + 1;
             }
         }
     }
-    if (!rc) {
-        printf("%u tokens, %llu steps, strict (act=f32) against default precision; error relative to the vector's RMS\n", n,
-               (unsigned long long)s[0]->steps);
-        for (unsigned op = 0; op < MK_OP_COUNT; op++)
-            if (r.count[op]) printf("    %-12s %10llu slices  worst %.3e\n", mk_opcode_name(op), (unsigned long long)r.count[op], r.worst[op]);
-        if (r.first[0]) {
-            printf("first over %.1e: %s\n", tolerance, r.first);
-            rc = mk_fail(err, MK_E_DEVICE, "the runs diverge");
-        } else {
-            printf("no instruction is off by more than %.1e\n", tolerance);
+    free(first);
+    free(of);
+    return MK_OK;
+}
+
+typedef int (*chooser)(const diff *d, uint32_t insn, uint32_t arg);
+
+static int in_wave(const diff *d, uint32_t x, uint32_t wave)
+{
+    return d->level[x] == wave;
+}
+static int up_to_wave(const diff *d, uint32_t x, uint32_t wave)
+{
+    return d->level[x] <= wave;
+}
+
+/* The program with the chosen instructions alone, never SCHEDULE. routes: with the ROUTE that the chosen experts need before them. The regions it touches go to
+ * *regions. */
+static mk_program part(diff *d, chooser f, uint32_t arg, int routes, uint32_t *regions)
+{
+    mk_program q = *d->p;
+    uint32_t n = 0;
+    *regions = MK_REGION_EXCHANGE | MK_REGION_COUNTER | MK_REGION_LOCAL;
+    for (uint32_t w = 0; w < q.info.workers; w++) {
+        d->queue[w] = n;
+        uint32_t have = ~0u;
+        for (uint32_t x = d->p->queue[w]; x < d->p->queue[w + 1]; x++) {
+            const mk_insn *in = &d->p->insn[x];
+            if (in->opcode == MK_OP_SCHEDULE || !f(d, x, arg)) continue;
+            if (in->opcode == MK_OP_ROUTE) have = x;
+            if (routes && d->route[x] != ~0u && d->route[x] != have) {
+                have = d->route[x];
+                d->origin[n] = have;
+                d->insn[n++] = d->p->insn[have];
+            }
+            d->origin[n] = x;
+            d->insn[n++] = *in;
+            switch (in->opcode) {
+            case MK_OP_CONV_STEP:
+            case MK_OP_DELTA_STEP:
+                *regions |= MK_REGION_STATE;
+                break;
+            case MK_OP_KV_APPEND:
+            case MK_OP_GQA_APPEND:
+                *regions |= MK_REGION_KV;
+                break;
+            case MK_OP_MLA_PARTIAL:
+            case MK_OP_GQA_PARTIAL:
+                *regions |= MK_REGION_KV | MK_REGION_BULK;
+                break;
+            case MK_OP_COMBINE:
+            case MK_OP_LM_HEAD:
+            case MK_OP_SAMPLE:
+                *regions |= MK_REGION_BULK;
+                break;
+            default:
+                break;
+            }
         }
     }
-    free(r.base);
-    free(r.value);
-    free(r.ref);
-    mk_session_close(&s[0]);
-    mk_session_close(&s[1]);
+    d->queue[q.info.workers] = n;
+    q.info.n_insn = n;
+    q.insn = d->insn;
+    q.queue = d->queue;
+    return q;
+}
+
+static void copy_regions(const diff *d, mk_memory *to, const mk_memory *from, uint32_t regions)
+{
+    for (uint32_t i = 0; i < MK_REGIONS; i++)
+        if (regions >> i & 1) memcpy(mk_region_at(to, i), mk_region_at(from, i), mk_region_bytes(d->p, i));
+}
+
+/* The kernel on a part of the program, from `from`; the result is in d->got. */
+static int on_gpu(diff *d, const mk_program *q, const mk_memory *from, const mk_step *step, uint32_t regions, mk_err *err)
+{
+    const mk_memory *src = from;
+    if (regions & MK_REGION_STATE) { /* d->got is free */
+        copy_regions(d, &d->got, from, regions);
+        mk_state_turn(q, &d->got, 1);
+        src = &d->got;
+    }
+    int rc = mk_gpu_load(d->gpu, src, regions | MK_REGION_PAGE, err);
+    if (!rc) rc = mk_gpu_once(d->gpu, q->insn, q->queue, step, 0, 4000, err);
+    if (!rc) rc = mk_gpu_store(d->gpu, &d->got, regions, err);
+    if (regions & MK_REGION_STATE) mk_state_turn(q, &d->got, 0);
     return rc;
 }
+
+static int run_wave(diff *d, const mk_step *step, uint32_t wave, mk_err *err)
+{
+    uint32_t regions;
+    mk_program q = part(d, in_wave, wave, 1, &regions);
+    if (!q.info.n_insn) return MK_OK;
+    copy_regions(d, &d->before, d->twin, regions);
+    int rc = on_gpu(d, &q, d->twin, step, regions, err), found = d->wave.first.found;
+    if (rc) return rc;
+    mk_program t = part(d, in_wave, wave, 0, &regions);
+    for (uint32_t i = 0; i < t.info.n_insn; i++)
+        if (d->origin[i] == d->spoil && t.insn[i].opcode == MK_OP_GEMV) t.insn[i].gemv.scale *= 1.05f;
+    if ((rc = mk_play_twin(&t, d->twin, step, 0, err))) return rc;
+    q = part(d, in_wave, wave, 1, &regions);
+    rc = mk_compare(&q, NULL, 0, step, 0, &d->before, d->twin, &d->got, regions, &d->wave, err);
+    if (!found && d->wave.first.found) printf("step %u, wave %u of %u: first divergence: %s\n", step->seq, wave, d->levels, d->wave.first.text);
+    return rc;
+}
+
+/* ---- the free run --------------------------------------------------------------------------------------------------- */
+
+/* Compares what a part of the program left in d->got with `want`: of LOCAL and BULK vectors the last publication. */
+static int compare_last(diff *d, const mk_program *q, const mk_step *step, const mk_memory *want, mk_comparison *c, mk_err *err)
+{
+    uint32_t n = 0, *list = malloc((q->info.n_insn + 1) * 4ull);
+    if (!list) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    for (uint32_t w = 0; w < q->info.workers; w++)
+        for (uint32_t x = q->queue[w]; x < q->queue[w + 1]; x++) {
+            const mk_insn *in = &q->insn[x];
+            int last = in->opcode != MK_OP_SAMPLE && in->opcode != MK_OP_ROUTE; /* ties and near ties: tokens below; a route shows in what follows */
+            uint32_t scope = in->signal_vec == MK_NONE ? MK_PACKET : q->vec[in->signal_vec].scope;
+            if (scope == MK_LOCAL && in->opcode != MK_OP_CONV_STEP)
+                for (uint32_t y = x + 1; y < q->queue[w + 1]; y++)
+                    if (q->insn[y].signal_vec == in->signal_vec) last = 0;
+            if (in->opcode == MK_OP_CONV_STEP) last = 0; /* its state is what DELTA_STEP's shows */
+            if (in->opcode == MK_OP_MLA_PARTIAL || in->opcode == MK_OP_GQA_PARTIAL)
+                for (uint32_t y = x + 1; y < q->queue[w + 1]; y++)
+                    if (q->insn[y].opcode == in->opcode) last = 0;
+            if (last) list[n++] = x;
+        }
+    c->last = 1;
+    c->floor = d->cfg->tolerance;
+    int rc = mk_compare(q, list, n, step, 0, NULL, want, &d->got, 0, c, err);
+    free(list);
+    return rc;
+}
+
+/* The earliest wave after which the free run is off: bisection. */
+static int locate(diff *d, const mk_step *step, mk_err *err)
+{
+    uint32_t lo = 0, hi = d->levels - 1, regions;
+    mk_memory want = *d->twin;
+    int rc = MK_OK;
+    mk_divergence first = d->free.first;
+    for (uint32_t i = 0; i < MK_REGIONS; i++) {
+        uint8_t *at = malloc(mk_region_bytes(d->p, i) + 64);
+        if (!at) return mk_fail(err, MK_E_CAPACITY, "out of memory"); /* the process ends */
+        void **const to[MK_REGIONS] = {(void **)&want.exchange, (void **)&want.bulk, (void **)&want.counter, (void **)&want.local, (void **)&want.state, (void **)&want.kv};
+        *to[i] = at;
+    }
+    while (lo < hi && !rc) {
+        uint32_t mid = (lo + hi) / 2;
+        mk_comparison c = {0};
+        mk_program q = part(d, up_to_wave, mid, 0, &regions);
+        copy_regions(d, &want, &d->start, MK_REGIONS_ALL);
+        if ((rc = on_gpu(d, &q, &d->start, step, MK_REGIONS_ALL, err)) || (rc = mk_play_twin(&q, &want, step, 0, err)) ||
+            (rc = compare_last(d, &q, step, &want, &c, err)))
+            break;
+        if (c.first.found) {
+            first = c.first;
+            hi = mid;
+        } else {
+            lo = mid + 1;
+        }
+    }
+    for (uint32_t i = 0; i < MK_REGIONS; i++) free(mk_region_at(&want, i));
+    if (!rc) printf("step %u, free run, wave %u of %u: first divergence: %s\n", step->seq, hi, d->levels, first.text);
+    d->free.first = first;
+    return rc;
+}
+
+static const mk_insn *find(const mk_program *p, uint32_t opcode, uint32_t *worker)
+{
+    for (uint32_t w = 0; w < p->info.workers; w++)
+        for (uint32_t x = p->queue[w]; x < p->queue[w + 1]; x++)
+            if (p->insn[x].opcode == opcode) return *worker = w, &p->insn[x];
+    return NULL;
+}
+
+/* Tokens of the free run. Two that the twin finds all but equally likely may change places when the choice is greedy. */
+static void compare_tokens(diff *d, const mk_step *step)
+{
+    uint32_t w = 0;
+    const mk_insn *in = find(d->p, MK_OP_SAMPLE, &w);
+    if (!in) return;
+    uint64_t at = w * d->p->info.local_bytes + d->p->vec[in->signal_vec].offset;
+    const mk_sampled *a = (const mk_sampled *)(d->twin->local + at), *b = (const mk_sampled *)(d->got.local + at);
+    for (uint32_t r = 0; r < step->nrows; r++) {
+        if (!(step->row[r].flags & MK_ROW_SAMPLE)) continue;
+        const float *l = (const float *)(d->twin->bulk + d->p->vec[in->wait[1].vec].offset) + (size_t)r * d->p->info.vocab;
+        double squares = 0;
+        for (uint32_t i = 0; i < d->p->info.vocab; i++) squares += (double)l[i] * (double)l[i];
+        double rms = sqrt(squares / d->p->info.vocab), gap = b->token[r] < d->p->info.vocab ? fabs((double)l[a->token[r]] - (double)l[b->token[r]]) : INFINITY;
+        d->tokens++;
+        d->same_tokens += a->token[r] == b->token[r];
+        if (gap <= d->cfg->tolerance * rms) continue;
+        d->free.failed++;
+        printf("step %u, free run, row %u: token %u, the twin chose %u; their logits differ by %.3g (RMS %.3g)\n", step->seq, r, b->token[r], a->token[r], gap, rms);
+    }
+}
+
+static int run_free(diff *d, const mk_step *step, mk_err *err)
+{
+    uint32_t regions, found = (uint32_t)d->free.first.found;
+    mk_program q = part(d, up_to_wave, ~0u, 0, &regions);
+    int rc = on_gpu(d, &q, &d->start, step, MK_REGIONS_ALL, err);
+    if (!rc) rc = compare_last(d, &q, step, d->twin, &d->free, err);
+    if (!rc) compare_tokens(d, step);
+    if (!rc && !found && d->free.first.found) rc = locate(d, step, err);
+    return rc;
+}
+
+/* ---- steps ---------------------------------------------------------------------------------------------------------- */
+
+static int one_step(diff *d, mk_sched *s, mk_err *err)
+{
+    mk_step step = s->next;
+    uint32_t w = 0;
+    int rc = MK_OK;
+    copy_regions(d, &d->start, d->twin, MK_REGIONS_ALL);
+    for (uint32_t l = 0; l < d->levels && !rc; l++) rc = run_wave(d, &step, l, err);
+    if (!rc) rc = run_free(d, &step, err);
+    const mk_insn *in = find(d->p, MK_OP_SCHEDULE, &w);
+    if (rc || !in) return rc;
+    mk_ctx c = {.prog = d->p, .in = in, .mem = d->twin, .step = &step, .worker = w, .machine = s};
+    mk_schedule_twin(&c);
+    d->steps++;
+    d->rows += step.nrows;
+    return MK_OK;
+}
+
+static int all_steps(diff *d, mk_err *err)
+{
+    mk_sched *s = mk_twin_sched(d->s->twin);
+    mk_session_stream(d->s, 0, NULL, 0);
+    mk_session_append(d->s, 0, d->cfg->ids, d->cfg->n, MK_APPEND_LOGPROBS);
+    mk_session_generate(d->s, 0, d->cfg->max_new ? d->cfg->max_new : 1);
+    for (;;) {
+        mk_sched_compose(s, 0);
+        if (!s->next.nrows) return MK_OK;
+        int rc = one_step(d, s, err);
+        if (rc) return rc;
+        *s->event_read = s->event_next;
+    }
+}
+
+/* ---- report --------------------------------------------------------------------------------------------------------- */
+
+static int report(const diff *d, const mk_gpu_info *info, const char *dir, mk_err *err)
+{
+    printf("%s against twin, %u workers, %llu steps, %llu rows, %u waves a step (%s)\n", info->name, d->p->info.workers, (unsigned long long)d->steps,
+           (unsigned long long)d->rows, d->levels, mk_build());
+    for (unsigned op = 0; op < MK_OP_COUNT; op++)
+        if (d->wave.values[op])
+            printf("    %-12s %12llu values  worst %.2e of %.0e    free run: worst %.2e\n", mk_opcode_name(op), (unsigned long long)d->wave.values[op],
+                   d->wave.worst[op], d->wave.tolerance[op], d->free.worst[op]);
+    printf("tokens of the free run: %llu of %llu the twin's\n", (unsigned long long)d->same_tokens, (unsigned long long)d->tokens);
+    if (d->cfg->json) {
+        FILE *f = fopen(d->cfg->json, "w");
+        if (!f) return mk_fail(err, MK_E_SYSTEM, "cannot write %.300s", d->cfg->json);
+        fprintf(f, "{\"device\": \"%s\", \"build\": \"%s\", \"checkpoint\": \"%s\", \"workers\": %u, \"steps\": %llu, \"rows\": %llu, \"tokens\": %llu, \"same_tokens\": %llu, "
+                "\"free_tolerance\": %.3e, \"opcodes\": [", info->name, mk_build(), dir, d->p->info.workers, (unsigned long long)d->steps,
+                (unsigned long long)d->rows, (unsigned long long)d->tokens, (unsigned long long)d->same_tokens, d->cfg->tolerance);
+        const char *comma = "";
+        for (unsigned op = 0; op < MK_OP_COUNT; op++)
+            if (d->wave.values[op]) {
+                fprintf(f, "%s\n  {\"opcode\": \"%s\", \"values\": %llu, \"max_error\": %.3e, \"tolerance\": %.1e, \"free_run_max_error\": %.3e}", comma,
+                        mk_opcode_name(op), (unsigned long long)d->wave.values[op], d->wave.worst[op], d->wave.tolerance[op], d->free.worst[op]);
+                comma = ",";
+            }
+        fprintf(f, "\n], \"failed_values\": %llu, \"free_failed_values\": %llu, \"first\": \"%s\"}\n", (unsigned long long)d->wave.failed,
+                (unsigned long long)d->free.failed, d->wave.first.found ? d->wave.first.text : d->free.first.found ? d->free.first.text : "");
+        if (fclose(f)) return mk_fail(err, MK_E_SYSTEM, "cannot write %.300s", d->cfg->json);
+    }
+    if (d->wave.failed) return mk_fail(err, MK_E_DEVICE, "the machines diverge: %llu values are off", (unsigned long long)d->wave.failed);
+    if (d->free.failed)
+        return mk_fail(err, MK_E_DEVICE, "every instruction agrees by itself, but the step as a whole diverges: %llu values are off", (unsigned long long)d->free.failed);
+    printf("no value is off by more than its tolerance\n");
+    return MK_OK;
+}
+
+static int allocate(diff *d, mk_err *err)
+{
+    const mk_program *p = d->p;
+    mk_memory *m[3] = {&d->before, &d->got, &d->start};
+    int ok = (d->insn = malloc((2ull * p->info.n_insn + 1) * sizeof *d->insn)) && (d->origin = malloc((2ull * p->info.n_insn + 1) * 4)) &&
+             (d->queue = malloc((p->info.workers + 1) * 4ull));
+    for (int k = 0; k < 3; k++) {
+        *m[k] = *d->twin;
+        ok = ok && (m[k]->exchange = malloc(mk_region_bytes(p, 0) + 64)) && (m[k]->bulk = malloc(mk_region_bytes(p, 1) + 64)) &&
+             (m[k]->counter = malloc(mk_region_bytes(p, 2) + 64)) && (m[k]->local = malloc(mk_region_bytes(p, 3) + 64)) &&
+             (m[k]->state = malloc(mk_region_bytes(p, 4) + 64)) && (m[k]->kv = malloc(mk_region_bytes(p, 5) + 64));
+    }
+    return ok ? MK_OK : mk_fail(err, MK_E_CAPACITY, "out of memory");
+}
+
+static int find_spoiled(diff *d, mk_err *err)
+{
+    uint32_t w, x;
+    d->spoil = ~0u;
+    if (!d->cfg->spoil) return MK_OK;
+    if (sscanf(d->cfg->spoil, "%u:%u", &w, &x) != 2 || w >= d->p->info.workers || x >= d->p->queue[w + 1] - d->p->queue[w])
+        return mk_fail(err, MK_E_USAGE, "--spoil %.40s: expected worker:index of an instruction of the program", d->cfg->spoil);
+    d->spoil = d->p->queue[w] + x;
+    if (d->p->insn[d->spoil].opcode == MK_OP_GEMV) return MK_OK;
+    return mk_fail(err, MK_E_USAGE, "--spoil %.40s: that is a %s, only a GEMV can be spoiled", d->cfg->spoil, mk_opcode_name(d->p->insn[d->spoil].opcode));
+}
+
+int mkctl_diff_gpu(const mk_session_config *base, const mkctl_diff_config *cfg, mk_err *err)
+{
+    diff *d = calloc(1, sizeof *d);
+    mk_session_config sc = *base;
+    mk_gpu_info info;
+    int rc = d ? mk_gpu_probe(0, &info, err) : mk_fail(err, MK_E_CAPACITY, "out of memory");
+    if (rc) return free(d), rc;
+    if (!sc.workers) sc.workers = info.sms;
+    sc.smem_limit = info.smem;
+    d->cfg = cfg;
+    if ((rc = mk_session_open(&sc, &d->s, err))) return free(d), rc;
+    d->p = d->s->plan->prog;
+    d->twin = mk_twin_memory(d->s->twin);
+    mk_gpu_config gc = {.slots = d->twin->n_slots, .context = d->twin->max_context, .timeout_ms = 1000};
+    for (uint32_t i = 0; i < cfg->n && !rc; i++)
+        if (cfg->ids[i] >= d->s->model->vocab)
+            rc = mk_fail(err, MK_E_USAGE, "token %u: id %u is outside the vocabulary of %u", i, cfg->ids[i], d->s->model->vocab);
+    if (!rc && !(rc = find_spoiled(d, err)) && !(rc = make_levels(d, err)) && !(rc = allocate(d, err)) && !(rc = mk_gpu_new(d->p, &gc, &d->gpu, err)) &&
+        !(rc = mk_gpu_upload(d->gpu, d->twin, err)) && !(rc = all_steps(d, err)))
+        rc = report(d, &info, base->dir, err);
+    mk_gpu_destroy(&d->gpu);
+    mk_memory *m[3] = {&d->before, &d->got, &d->start};
+    for (int k = 0; k < 3; k++)
+        for (uint32_t i = 0; i < MK_REGIONS; i++) free(mk_region_at(m[k], i));
+    free(d->insn), free(d->origin), free(d->queue), free(d->level), free(d->route);
+    mk_session_close(&d->s);
+    free(d);
+    return rc;
+}
+#else
+int mkctl_diff_gpu(const mk_session_config *base, const mkctl_diff_config *cfg, mk_err *err)
+{
+    (void)base, (void)cfg;
+    return mk_fail(err, MK_E_DEVICE, "this build has no GPU kernel; --strict compares the twin with itself");
+}
+#endif
 
 int mkctl_diff(int argc, char **argv)
 {
     mk_session_config c = {0};
-    double tolerance = 0.1;
+    mkctl_diff_config d = {.tolerance = 0.1, .max_new = 4};
+    int strict = 0;
     const char *text = NULL;
     const mkctl_flag flags[] = {
         {"--ids", MKCTL_TEXT, &text, "tokens to run, 1,2,3"},
-        {"--workers", MKCTL_U32, &c.workers, "virtual workers; 0: 8"},
-        {"--tolerance", MKCTL_REAL, &tolerance, "largest error that is no divergence, in RMS of the vector"},
+        {"--max-new", MKCTL_U32, &d.max_new, "tokens to generate after them (GPU)"},
+        {"--workers", MKCTL_U32, &c.workers, "workers; 0: the GPU's SMs, with --strict 8"},
+        {"--tolerance", MKCTL_REAL, &d.tolerance, "of a whole step on its own intermediate values, in RMS of a vector"},
+        {"--strict", MKCTL_SET, &strict, "no GPU: the twin in default precision against the twin in act=f32"},
+        {"--json", MKCTL_TEXT, &d.json, "write the report there as well"},
+        {"--spoil", MKCTL_TEXT, &d.spoil, "negative control: worker:index of a GEMV that the twin runs 5 % too strong"},
     };
     size_t given = 0;
     int rc = mkctl_flags(argc, argv, flags, sizeof flags / sizeof flags[0], &c.dir, 1, &given);
@@ -164,8 +459,10 @@ int mkctl_diff(int argc, char **argv)
     uint32_t *ids = NULL, n = 0;
     mk_err err = {0};
     if (mkctl_parse_ids(text, &ids, &n, &err)) return mkctl_usage("diff: --ids: %s", err.msg);
-    c.context = (n + 2 + MK_PAGE) / MK_PAGE * MK_PAGE;
-    rc = run(&c, ids, n, tolerance, &err);
+    d.ids = ids;
+    d.n = n;
+    c.context = (n + d.max_new + 2 + MK_PAGE) / MK_PAGE * MK_PAGE;
+    rc = strict ? mkctl_diff_strict(&c, ids, n, d.tolerance, &err) : mkctl_diff_gpu(&c, &d, &err);
     if (rc) mkctl_failed("diff", &err);
     free(ids);
     return rc;
