@@ -481,16 +481,16 @@ static void tensors(void **s)
         const char *config, *value; /* a field to change as well */
         const char *what;           /* NULL: loads */
     } cases[] = {
-        {{"layers.1.self_attn.q_proj.weight", "drop", "", 0}, MK_ST_BF16, NULL, NULL, "tensor model.layers.1.self_attn.q_proj.weight is missing, expected [256, 320]"},
+        {{"layers.1.self_attn.q_proj.weight", "drop", "", 0}, MK_ST_BF16, NULL, NULL, "tensor model.layers.1.self_attn.q_proj.weight is missing, expected [256, 144]"},
         {{"layers.0.self_attn.q_proj.weight_scale_inv", "drop", "", 0}, MK_ST_F8_E4M3, NULL, NULL,
          "its scales model.layers.0.self_attn.q_proj.weight_scale_inv are missing"},
         {{"experts.7.w2.weight", "drop", "", 0}, MK_ST_BF16, NULL, NULL, "tensor model.layers.1.block_sparse_moe.experts.7.w2.weight is missing"},
         {{"experts.3.w1.weight", "f32", "", 0}, MK_ST_BF16, NULL, NULL, "tensor model.layers.1.block_sparse_moe.experts.3.w1.weight has another dtype"},
-        {{"layers.1.input_layernorm", "drop", "", 0}, MK_ST_BF16, NULL, NULL, "tensor model.layers.1.input_layernorm.weight is missing, expected 320 values"},
+        {{"layers.1.input_layernorm", "drop", "", 0}, MK_ST_BF16, NULL, NULL, "tensor model.layers.1.input_layernorm.weight is missing, expected 144 values"},
         {{"lm_head", "drop", "", 0}, MK_ST_BF16, NULL, NULL, "tensor lm_head.weight is missing"},
         {{"lm_head", "drop", "", 0}, MK_ST_BF16, "tie_word_embeddings", "true", NULL},
         {{"nothing", "keep", "", 0}, MK_ST_BF16, "tie_word_embeddings", "true", "tensor lm_head.weight is not part of"},
-        {{"layers.0.self_attn.o_proj.weight", "row", "", 0}, MK_ST_BF16, NULL, NULL, "self_attn.o_proj.weight has shape [319, 256], config.json makes it [320, 256]"},
+        {{"layers.0.self_attn.o_proj.weight", "row", "", 0}, MK_ST_BF16, NULL, NULL, "self_attn.o_proj.weight has shape [143, 256], config.json makes it [144, 256]"},
         {{"kv_b_proj.weight", "row", "", 0}, MK_ST_BF16, NULL, NULL, "kv_b_proj.weight has shape [511, 512]"},
         {{"kv_b_proj.weight", "flat", "", 0}, MK_ST_BF16, NULL, NULL, "kv_b_proj.weight has shape [262144], config.json makes it [512, 512]"},
         {{"layers.0.self_attn.q_conv1d", "swap", "", 0}, MK_ST_BF16, NULL, NULL, "q_conv1d.weight has shape [4, 1, 256], config.json makes it [256, 1, 4]"},
@@ -503,7 +503,7 @@ static void tensors(void **s)
         {{"layers.0.self_attn.dt_bias", "replace", "layers.0.self_attn.dt_bios", 0}, MK_ST_BF16, NULL, NULL, "dt_bias is missing"},
         {{"model.norm.weight", "replace", "model.norm.wait", 0}, MK_ST_BF16, NULL, NULL, "model.norm.weight is missing"},
         {{"nothing", "keep", "", 0}, MK_ST_BF16, "num_hidden_layers", "3", "is 4, expected"},
-        {{"nothing", "keep", "", 0}, MK_ST_BF16, "num_experts", "7", "block_sparse_moe.gate.weight has shape [8, 320], config.json makes it [7, 320]"},
+        {{"nothing", "keep", "", 0}, MK_ST_BF16, "num_experts", "7", "block_sparse_moe.gate.weight has shape [8, 144], config.json makes it [7, 144]"},
         {{"nothing", "keep", "", 0}, MK_ST_BF16, "num_shared_experts", "0", "more are not part of KimiLinearForCausalLM"},
         /* the other spellings */
         {{"x", "bare", "", 0}, MK_ST_F8_E4M3, NULL, NULL, NULL},
@@ -539,7 +539,7 @@ static void draft_layers(void **s)
             const mk_tensor *t = mk_checkpoint_at(ck, i);
             mk_stw_raw(w, t->name, t->dtype, t->ndim, t->shape, t->data);
         }
-        mk_stw_random(w, "model.layers.4.eh_proj.weight", MK_ST_BF16, 2, (uint64_t[]){320, 640}, 1, MK_ST_F32);
+        mk_stw_random(w, "model.layers.4.eh_proj.weight", MK_ST_BF16, 2, (uint64_t[]){144, 288}, 1, MK_ST_F32);
         mk_stw_random(w, "model.layers.0.self_attn.rotary_emb.inv_freq", MK_ST_F32, 1, (uint64_t[]){32}, 1, MK_ST_F32);
         mk_checkpoint_close(&ck);
         mk_stw_save_dir(w, d, 1);

@@ -21,7 +21,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE / "kimi_linear"
 SEED = 20265
 
-HIDDEN, LAYERS, VOCAB, FFN, MOE_FFN, EXPERTS = 320, 4, 515, 416, 64, 8
+HIDDEN, LAYERS, VOCAB, FFN, MOE_FFN, EXPERTS = 144, 4, 515, 288, 48, 8
 KDA_HEADS, MLA_HEADS, HEAD, KV_LORA, ROPE, CONV = 2, 2, 128, 512, 64, 4
 KDA_LAYERS, FULL_LAYERS = [1, 2, 4], [3]  # 1-based, as published
 BOS, EOS, PAD = 512, 513, 514
@@ -136,7 +136,7 @@ def add_ffn(ck, p, names, inner, down_gain):
 
 def make_checkpoint():
     ck = common.Checkpoint(SEED)
-    ck.bf16("model.embed_tokens.weight", 0.2 * ck.normal(VOCAB, HIDDEN))
+    ck.bf16("model.embed_tokens.weight", 0.35 * ck.normal(VOCAB, HIDDEN))
     for i in range(LAYERS):
         p = f"model.layers.{i}"
         norm(ck, f"{p}.input_layernorm", HIDDEN)
