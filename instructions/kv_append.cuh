@@ -14,8 +14,9 @@ MK_DEV void mk_rotate_pair(float *a, float *b, float inv_freq, uint32_t pos)
     *b = mk_add(mk_mul(x, s), mk_mul(y, c));
 }
 
-MK_DEV void mk_kv_append_run(const mk_dev *d)
+MK_CALL void mk_kv_append_run(const mk_insn *in, uint32_t trace)
 {
+    const mk_dev here = mk_here(in, trace), *d = &here;
     const mk_mla *m = &d->in->mla;
     const uint32_t latent = m->latent, n = latent + m->rope, r = d->warp;
     mk_staged_drop(d);
@@ -25,9 +26,11 @@ MK_DEV void mk_kv_append_run(const mk_dev *d)
         float *x = (float *)d->sh->staging + r * n, sum = 0;
         mk_warp_read(&d->in->wait[0], r, m->in_off, n, x);
         mk_trace_input(d);
+#pragma unroll 1
         for (uint32_t i = d->lane; i < latent; i += 32) sum = __fmaf_rn(x[i], x[i], sum);
         float rstd = mk_rsqrtf(mk_warp_sum(sum) / (float)latent + m->eps);
         uint32_t *dst = (uint32_t *)mk_kv_at(d, m->kv_off, row->slot, row->pos, n * 2);
+#pragma unroll 1
         for (uint32_t i = d->lane; i < n / 2; i += 32) {
             float a = x[2 * i], b = x[2 * i + 1];
             if (2 * i < latent) {

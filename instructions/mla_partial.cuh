@@ -1,178 +1,116 @@
-/* MLA_PARTIAL on the device, on CUDA cores: an item is eight heads over one split, a page at a time with a running maximum. For the scores a warp has
- * two tokens and its lanes the channels; for the sums a thread has one latent channel of all heads. Semantics: mla_partial.c. */
+/* MLA_PARTIAL on the device: an item is a group of heads over one split (attention.cuh). Semantics: mla_partial.c. */
 #ifndef MK_MLA_PARTIAL_CUH
 #define MK_MLA_PARTIAL_CUH
 
+#include "instructions/attention.cuh"
 #include "instructions/kv_append.cuh"
 
-#define MK_MLA_LATENT 512u /* at most: one thread a channel */
-#define MK_MLA_ROW    640u /* latent + rope at most */
-
-typedef struct mk_mla_scratch {
-    float q[MK_HEAD_GROUP][MK_MLA_ROW];
-    float p[MK_HEAD_GROUP][MK_PAGE];
-    float max[MK_HEAD_GROUP], sum[MK_HEAD_GROUP], shrink[MK_HEAD_GROUP];
-} mk_mla_scratch;
-static_assert(sizeof(mk_mla_scratch) <= MK_STAGING, "scratch fits the staging area");
-
-/* q~ and q_pe of the item's heads: a warp a head. */
-MK_DEV void mk_mla_queries(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_t h0, uint32_t heads, mk_mla_scratch *x)
+/* q~ of heads [h0, h0 + heads), whose values follow each other in wait 0, by all threads. */
+MK_DEV void mk_mla_latents(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_t h0, uint32_t heads)
 {
-    uint32_t h = d->warp >> 1;
-    if (h >= heads) return;
-    const uint32_t pe = d->warp & 1, latent = m->latent;
-    float *to = x->q[h] + (pe ? latent : 0);
-    if (pe && !m->rope) return;
-    mk_warp_read(&d->in->wait[pe], r, pe ? m->in_off + (h0 + h) * m->qk_stride : (h0 + h) * latent, pe ? m->rope : latent, to);
-    if (pe && m->rotary)
-        for (uint32_t i = d->lane; i < m->rope / 2; i += 32)
-            mk_rotate_pair(to + 2 * i, to + 2 * i + 1, __ldg(d->a->param + m->param_off + latent + i), d->step->row[r].pos);
-}
-
-/* Lanes that differ in bit M exchange halves of 2 M values and add. */
-template <int M> MK_DEV void mk_fold(float *v, uint32_t lane)
-{
-#pragma unroll
-    for (int i = 0; i < M; i++) {
-        const float lo = v[i], hi = v[i + M];
-        v[i] = __fadd_rn(lane & M ? hi : lo, __shfl_xor_sync(0xffffffffu, lane & M ? lo : hi, M));
-    }
-}
-/* The totals over the warp of 16 values a lane: lane l gets that of value l mod 16. */
-MK_DEV float mk_warp_totals(float *v, uint32_t lane)
-{
-    mk_fold<8>(v, lane);
-    mk_fold<4>(v, lane);
-    mk_fold<2>(v, lane);
-    mk_fold<1>(v, lane);
-    return __fadd_rn(v[0], __shfl_xor_sync(0xffffffffu, v[0], 16));
-}
-
-/* Scores of the page's tokens [0, tokens): two at a time and warp. */
-MK_DEV void mk_mla_scores(const mk_dev *d, const mk_mla *m, const uint8_t *page, uint32_t tokens, uint32_t heads, mk_mla_scratch *x)
-{
-    constexpr int TOK = 2;
-    const uint32_t n = m->latent + m->rope;
+    constexpr int NP = 2;
+    const mk_wait *w = &d->in->wait[0];
+    const mk_vec *v = &d->sh->vec[w->vec];
+    const uint16_t *start = d->sh->start + v->start_index + w->slice0;
+    const uint4 *base = mk_wait_packets(d, w, v, r);
+    const uint32_t first = h0 * m->latent, end = first + heads * m->latent, sp = v->slice_packets, epoch = mk_wait_epoch(d, w);
+    const uint32_t s0 = mk_find_slice(start, w->nslice, first, d->lane);
+    const uint32_t blocks = (m->latent + m->rope + 31) / 32;
+    const mk_divisor by = mk_div_by_slice(v), by_head = mk_div_by(m->latent);
 #pragma unroll 1
-    for (uint32_t t0 = d->warp * TOK; t0 < tokens; t0 += MK_WARPS * TOK) {
-        const uint8_t *c0 = page + (size_t)t0 * n * 2, *c1 = t0 + 1 < tokens ? c0 + n * 2 : c0;
-        float acc[TOK * MK_HEAD_GROUP]; /* [token][head] */
+    for (uint32_t i0 = d->tid;; i0 += NP * MK_COMPUTE) {
+        uint4 q[NP];
+        uint32_t at[NP], hi[NP], more = 0; /* the packet's first value and the end of its values */
+        const uint4 *from[NP];
 #pragma unroll
-        for (int i = 0; i < TOK * MK_HEAD_GROUP; i++) acc[i] = 0;
-#pragma unroll 1
-        for (uint32_t i = 8 * d->lane; i < n; i += 256) {
-            const uint4 a = __ldcg((const uint4 *)(c0 + i * 2)), b = __ldcg((const uint4 *)(c1 + i * 2));
-            const uint32_t u[TOK][4] = {{a.x, a.y, a.z, a.w}, {b.x, b.y, b.z, b.w}};
-#pragma unroll
-            for (int k = 0; k < 4; k++) /* pairs of channels */
-#pragma unroll
-                for (int h = 0; h < MK_HEAD_GROUP; h++) {
-                    const float2 q = *(const float2 *)(x->q[h] + i + 2 * k);
-#pragma unroll
-                    for (int t = 0; t < TOK; t++) {
-                        float *sum = &acc[t * MK_HEAD_GROUP + h];
-                        *sum = __fmaf_rn(q.x, __uint_as_float(u[t][k] << 16), *sum);
-                        *sum = __fmaf_rn(q.y, __uint_as_float(u[t][k] & 0xffff0000u), *sum);
-                    }
-                }
+        for (int k = 0; k < NP; k++) {
+            const uint32_t i = i0 + k * MK_COMPUTE, s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
+            at[k] = hi[k] = 0;
+            from[k] = base + s * sp + p;
+            if (s >= w->nslice || start[s] >= end) continue;
+            more = 1;
+            const uint32_t a = start[s] + 6 * p, e = start[s + 1] < end ? start[s + 1] : end;
+            if (a >= e || a + 6 <= first) continue;
+            at[k] = a;
+            hi[k] = e;
+            q[k] = mk_packet_load(from[k]);
         }
-        const float s = mk_warp_totals(acc, d->lane);
-        const uint32_t t = t0 + (d->lane / MK_HEAD_GROUP & 1), h = d->lane % MK_HEAD_GROUP;
-        if (d->lane < TOK * MK_HEAD_GROUP && t < tokens && h < heads) x->p[h][t] = m->scale * s;
-    }
-}
-static_assert(MK_HEAD_GROUP == 8, "16 totals: two tokens of a group of heads");
-
-/* Scores -> exp(s - running maximum), by a warp a head; what was summed before shrinks by x->shrink. */
-MK_DEV void mk_mla_softmax(const mk_dev *d, uint32_t tokens, uint32_t heads, bool first, mk_mla_scratch *x)
-{
-    const uint32_t h = d->warp;
-    if (h >= heads) return;
-    float s[2], old = first ? -INFINITY : x->max[h], max = old, sum = 0;
+        if (!more) break;
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-        s[k] = d->lane + 32 * k < tokens ? x->p[h][d->lane + 32 * k] : -INFINITY;
-        max = fmaxf(max, s[k]);
-    }
+        for (int k = 0; k < NP; k++) {
+            if (!hi[k]) continue;
+            if (q[k].w != epoch) q[k] = mk_packet_wait(from[k], w, r, (uint32_t)(from[k] - base), epoch);
+            const uint32_t word[3] = {q[k].x, q[k].y, q[k].z};
 #pragma unroll
-    for (int k = 16; k; k >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, k));
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        float p = d->lane + 32 * k < tokens ? mk_expf(s[k] - max) : 0.0f;
-        x->p[h][d->lane + 32 * k] = p;
-        sum += p;
-    }
-    sum = mk_warp_sum(sum);
-    __syncwarp();
-    if (d->lane == 0) {
-        float shrink = first ? 0.0f : mk_expf(old - max);
-        x->shrink[h] = shrink;
-        x->max[h] = max;
-        x->sum[h] = first ? sum : __fmaf_rn(x->sum[h], shrink, sum);
-    }
-}
-
-MK_DEV void mk_mla_item(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_t split, uint32_t group, float *bulk, mk_mla_scratch *x)
-{
-    const mk_row *row = &d->step->row[r];
-    const uint32_t latent = m->latent, n = latent + m->rope, h0 = m->head0 + group * MK_HEAD_GROUP, left = m->heads - group * MK_HEAD_GROUP;
-    const uint32_t heads = left < MK_HEAD_GROUP ? left : MK_HEAD_GROUP, per = mk_split_pages(row->pos) * MK_PAGE, first = split * per;
-    const uint32_t end = row->pos + 1 < first + per ? row->pos + 1 : first + per, ch = d->tid;
-    float acc[MK_HEAD_GROUP];
-    mk_mla_queries(d, m, r, h0, heads, x);
-    mk_sync();
-    if (!r && !group) mk_trace_input(d);
-    mk_trace_bytes(d, (end - first) * n * 2);
-    for (uint32_t t0 = first; t0 < end; t0 += MK_PAGE) {
-        uint32_t tokens = end - t0 < MK_PAGE ? end - t0 : MK_PAGE;
-        const uint8_t *page = mk_kv_at(d, m->kv_off, row->slot, t0, n * 2);
-        mk_mla_scores(d, m, page, tokens, heads, x);
-        mk_sync();
-        mk_mla_softmax(d, tokens, heads, t0 == first, x);
-        mk_sync();
-        if (ch < latent) {
-            const uint16_t *c = (const uint16_t *)page + ch;
-#pragma unroll
-            for (int h = 0; h < MK_HEAD_GROUP; h++) acc[h] = t0 == first ? 0.0f : __fmul_rn(acc[h], x->shrink[h]);
-            for (uint32_t t = 0; t < tokens; t += 4) { /* p is zero beyond the last token */
-                float v[4];
-#pragma unroll
-                for (int k = 0; k < 4; k++) v[k] = mk_bf16_value(__ldcg(c + (size_t)(t + k < tokens ? t + k : t) * n));
-#pragma unroll
-                for (int h = 0; h < MK_HEAD_GROUP; h++) {
-                    if (h >= heads) break;
-                    const float4 p = *(const float4 *)(x->p[h] + t);
-                    acc[h] = __fmaf_rn(p.w, v[3], __fmaf_rn(p.z, v[2], __fmaf_rn(p.y, v[1], __fmaf_rn(p.x, v[0], acc[h]))));
-                }
+            for (int j = 0; j < 6; j++) {
+                const uint32_t c = at[k] + j, h = mk_quot(c - first, by_head);
+                if (c >= first && c < hi[k])
+                    *mk_att_at(d->sh->staging, blocks, h, c - first - h * m->latent) = (uint16_t)(word[j / 2] >> (16 * (j & 1)));
             }
         }
-        mk_sync();
     }
-    float *dst = bulk + (((size_t)r * MK_MAX_SPLITS + split) * m->all_heads + h0) * mk_partial_floats(latent);
-#pragma unroll
-    for (int h = 0; h < MK_HEAD_GROUP; h++) {
-        if (h >= heads) break;
-        if (ch < latent) __stcg(dst + (size_t)h * mk_partial_floats(latent) + ch, acc[h]);
-    }
-    if (ch < heads) {
-        __stcg(dst + (size_t)ch * mk_partial_floats(latent) + latent, x->max[ch]);
-        __stcg(dst + (size_t)ch * mk_partial_floats(latent) + latent + 1, x->sum[ch]);
-    }
-    mk_sync();
 }
 
-MK_DEV void mk_mla_partial_run(const mk_dev *d)
+/* q_pe, a warp a head; with it whatever of the last blocks neither part covers, as zeros. */
+MK_DEV void mk_mla_positional(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_t h0, uint32_t heads)
 {
+    const uint32_t latent = m->latent, nk = latent + m->rope, fine = latent / 32;
+    float *x = d->sh->red + d->warp * m->rope;
+#pragma unroll 1
+    for (uint32_t h = d->warp; h < heads; h += MK_WARPS) {
+        if (m->rope) mk_warp_read(&d->in->wait[1], r, m->in_off + (h0 + h) * m->qk_stride, m->rope, x);
+        if (m->rotary) {
+#pragma unroll 1
+            for (uint32_t i = d->lane; i < m->rope / 2; i += 32)
+                mk_rotate_pair(x + 2 * i, x + 2 * i + 1, __ldg(d->a->param + m->param_off + latent + i), d->step->row[r].pos);
+            __syncwarp();
+        }
+#pragma unroll 1
+        for (uint32_t c = latent + d->lane; c < ((nk + 31) & ~31u); c += 32) mk_att_put(d, nk, fine, heads, h, c, c < nk ? x[c - latent] : 0.0f);
+        if (fine * 32 + d->lane < latent) /* latents have no second plane */
+            *mk_att_at(d->sh->staging + mk_att_plane_bytes((nk + 31) / 32, heads), (nk + 31) / 32 - fine, h, d->lane) = 0;
+        __syncwarp();
+    }
+}
+
+MK_CALL void mk_mla_partial_run(const mk_insn *in, uint32_t trace)
+{
+    const mk_dev here = mk_here(in, trace), *d = &here;
     const mk_mla *m = &d->in->mla;
-    const uint32_t groups = (m->heads + MK_HEAD_GROUP - 1) / MK_HEAD_GROUP;
-    mk_mla_scratch *x = (mk_mla_scratch *)d->sh->staging;
+    const uint32_t groups = (m->heads + MK_HEAD_GROUP - 1) / MK_HEAD_GROUP, n = m->latent + m->rope, floats = mk_partial_floats(m->latent);
     float *bulk = (float *)mk_bulk_at(d, d->in->signal_vec);
+    bool waited = false;
     mk_staged_drop(d);
-    mk_bulk_wait(d, &d->in->wait[2]);
+#pragma unroll 1
     for (uint32_t r = 0; r < d->step->nrows; r++) {
-        uint32_t items = mk_splits(d->step->row[r].pos) * groups, skip = r % m->parts;
-        for (uint32_t i = m->part >= skip ? m->part - skip : m->part + m->parts - skip; i < items; i += m->parts)
-            mk_mla_item(d, m, r, i / groups, i % groups, bulk, x);
+        const mk_row *row = &d->step->row[r];
+        const uint32_t items = mk_splits(row->pos) * groups, per = mk_split_pages(row->pos) * MK_PAGE;
+#pragma unroll 1
+        for (uint32_t i = mk_att_first(m->part, m->parts, r); i < items; i += m->parts) {
+            const uint32_t split = i / groups, h0 = (i - split * groups) * MK_HEAD_GROUP, left = m->heads - h0;
+            mk_att x;
+            x.pages = d->a->page + (size_t)row->slot * d->a->max_pages;
+            x.key_off = x.value_off = m->kv_off;
+            x.key_bytes = x.value_bytes = n * 2;
+            x.span = n * 2 * MK_PAGE;
+            x.nk = n;
+            x.nv = m->latent;
+            x.fine = m->latent / 32;
+            x.heads = left < MK_HEAD_GROUP ? left : MK_HEAD_GROUP;
+            x.first = split * per;
+            x.end = row->pos + 1 < x.first + per ? row->pos + 1 : x.first + per;
+            x.scale = m->scale;
+            x.dst = bulk + (((size_t)r * MK_MAX_SPLITS + split) * m->all_heads + h0) * floats;
+            mk_att_begin(d, &x);
+            mk_mla_latents(d, m, r, h0, x.heads);
+            mk_mla_positional(d, m, r, h0, x.heads);
+            if (!waited)
+                mk_bulk_wait(d, &d->in->wait[2]);
+            else
+                mk_sync();
+            waited = true;
+            mk_attend();
+        }
     }
     mk_bulk_signal(d, d->in->signal_vec);
 }

@@ -17,7 +17,7 @@
     X(CONV_STEP, 1e-5, "fused multiply-adds")                                                                          \
     X(DELTA_STEP, 2e-5, "the order of sums over key channels; the L2 norms' rsqrt")                                    \
     X(KV_APPEND, 1e-5, "the order of the RMS")                                                                         \
-    X(MLA_PARTIAL, 2e-5, "the order of sums over channels and tokens; a running maximum")                              \
+    X(MLA_PARTIAL, 1e-2, "p = exp(s - max) rounded to bf16 for tensor cores: 2^-9 a token, in sum p as well")         \
     X(COMBINE, 1e-5, "fused multiply-adds")                                                                            \
     X(ROUTE, 1e-5, "the order of the softmax' sum")                                                                    \
     X(EXPERT_UP, 2e-5, "as GEMV, then silu(gate) * up")                                                                \
@@ -26,7 +26,7 @@
     X(SAMPLE, 1e-5, "weights are integers; the logprob's sum is f32")                                                  \
     X(SCHEDULE, 0, "nothing: integers")                                                                                \
     X(GQA_APPEND, 1e-5, "the order of the RMS")                                                                        \
-    X(GQA_PARTIAL, 2e-5, "as MLA_PARTIAL")
+    X(GQA_PARTIAL, 1e-2, "as MLA_PARTIAL")
 
 /* Of what an instruction publishes or stores. */
 static inline double mk_tolerance(const mk_insn *in)

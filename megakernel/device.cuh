@@ -283,6 +283,14 @@ typedef struct mk_dev {
 } mk_dev;
 #include "megakernel/trace.cuh"
 
+/* For opcodes that are functions of their own: registers are then allocated for each alone. */
+MK_DEV mk_dev mk_here(const mk_insn *in, uint32_t trace)
+{
+    mk_shared *sh = mk_sh();
+    mk_dev d = {&sh->args, sh, in, &sh->step, &sh->memo[threadIdx.x / 32], blockIdx.x, threadIdx.x, threadIdx.x / 32, threadIdx.x % 32, trace};
+    return d;
+}
+
 MK_DEV uint8_t *mk_stages(uint32_t ring)
 {
     return mk_dynamic + sizeof(mk_shared) + (ring == MK_TAPE ? MK_EXPERT_STAGES * MK_STAGE_STRIDE : 0);

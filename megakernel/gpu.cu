@@ -3,6 +3,8 @@ extern "C" { /* C headers */
 }
 #include "megakernel/gpu.h"
 
+#include "instructions/attention.cuh"
+
 #include "megakernel/device.cuh"
 #include "megakernel/kernel.h"
 
@@ -121,7 +123,9 @@ static int check_gemv(const mk_program *p, uint32_t worker, const mk_insn *in, m
 static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, mk_err *err)
 {
     const mk_mla *m = &in->mla;
+    const mk_gqa *g = &in->gqa;
     const mk_expert *e = &in->expert;
+    uint32_t heads;
     switch (in->opcode) {
     case MK_OP_GEMV:
         return check_gemv(p, worker, in, err);
@@ -145,11 +149,31 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         EXPECT("value channels modulo 4", 0, in->delta.dv % 4);
         return MK_OK;
     case MK_OP_KV_APPEND:
-    case MK_OP_MLA_PARTIAL:
-    case MK_OP_COMBINE:
-        AT_MOST("latent channels", MK_COMPUTE, m->latent);
         AT_MOST("channels of a cache row", 640, m->latent + m->rope);
         EXPECT("latent and rotary channels modulo 8", 0, m->latent % 8 + m->rope % 8);
+        return MK_OK;
+    case MK_OP_MLA_PARTIAL:
+        heads = m->heads < MK_HEAD_GROUP ? m->heads : MK_HEAD_GROUP;
+        AT_MOST("latent channels", 32 * MK_WARPS, m->latent);
+        AT_MOST("rotary channels", 128, m->rope);
+        EXPECT("latent and rotary channels modulo 8", 0, m->latent % 8 + m->rope % 8);
+        EXPECT("the type of the absorbed queries", MK_BF16, p->vec[in->wait[0].vec].dtype);
+        AT_MOST("bytes of queries", MK_STAGING, mk_att_query_bytes(m->latent + m->rope, m->latent / 32, heads));
+        return MK_OK;
+    case MK_OP_COMBINE:
+        EXPECT("channels of a slice modulo 4", 0, m->n % 4 + m->first % 4 + m->latent % 4);
+        AT_MOST("channels of a slice", MK_STAGING / (4 * MK_WARPS), m->n);
+        return MK_OK;
+    case MK_OP_GQA_APPEND:
+        AT_MOST("channels of a head", MK_STAGING / (8 * MK_MAX_ROWS), g->dim);
+        EXPECT("channels of a head modulo 8", 0, g->dim % 8);
+        return MK_OK;
+    case MK_OP_GQA_PARTIAL:
+        heads = g->heads / g->kv_heads;
+        AT_MOST("heads on a KV head", MK_ATT_HEADS, heads);
+        AT_MOST("channels of a head", 32 * MK_WARPS, g->dim);
+        EXPECT("channels of a head modulo 8", 0, g->dim % 8);
+        AT_MOST("bytes of queries", MK_STAGING, mk_att_query_bytes(g->dim, 0, heads) + 4ull * MK_WARPS * g->dim);
         return MK_OK;
     case MK_OP_ROUTE:
         AT_MOST("experts", MK_MAX_EXPERT, in->route.experts);
@@ -162,7 +186,7 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
     case MK_OP_SCHEDULE:
         return MK_OK;
     default:
-        return mk_fail(err, MK_E_PROGRAM, "worker %u, instruction %u: opcode %s runs on the CPU twin only", worker, in->seq, mk_opcode_name(in->opcode));
+        return mk_fail(err, MK_E_PROGRAM, "worker %u, instruction %u: the kernel has no opcode %s", worker, in->seq, mk_opcode_name(in->opcode));
     }
 }
 

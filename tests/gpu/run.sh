@@ -7,8 +7,7 @@ BUILD=${BUILD:-build}
 [ -x "$BUILD/tests/gpu/test_gpu" ] || { echo "check-gpu: $BUILD/tests/gpu/test_gpu is not there: make all tests (with nvcc) makes it" >&2; exit 2; }
 export OUT=${OUT:-$(mktemp -d)}
 bad=0
-timeout 120 "$BUILD/tests/gpu/test_gpu" || bad=1
-timeout 120 "$BUILD/tests/gpu/test_gpu" -w 8 || bad=1
+timeout 240 "$BUILD/tests/gpu/test_gpu" || bad=1
 if [ -n "${BUILD_DEBUG:-}" ]; then
     BIN=$BUILD_DEBUG timeout 300 tests/gpu/test_daemon_gpu.sh || bad=1
 else
