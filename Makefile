@@ -24,7 +24,7 @@ TESTLIB := $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/support/*.c))
 CUDA    := $(wildcard instructions/*.cu megakernel/*.cu host/*.cu tests/*.cu profiles/*.cu)
 DEPS    := build-essential libzmq3-dev libjansson-dev libcmocka-dev libnuma-dev python3 python3-zmq
 
-.PHONY: help all tests deps test asan demo check-gpu bench install clean FORCE
+.PHONY: help all tests deps test asan demo check-gpu bench trace-picture install clean FORCE
 .SECONDARY:
 help:
 	@echo 'make deps         install what a fresh Debian 12 needs (apt; root or sudo)'
@@ -34,6 +34,7 @@ help:
 	@echo 'make demo         start the daemon on the small checkpoint, stream a generation, stop (PROMPT=, SEED=)'
 	@echo 'make check-gpu    GPU tests; run on the machine with the GPU'
 	@echo 'make bench        benchmarks; JSON under profiles/results/'
+	@echo 'make trace-picture TRACE=t.json OUT=step.svg [STEP=0]   one step of what mkctl trace -o t.json wrote'
 	@echo 'make install PREFIX=/usr/local DESTDIR='
 
 all: $(BUILD)/mkd $(BUILD)/mkctl $(BUILD)/libmkd-client.a
@@ -119,6 +120,12 @@ check-gpu:
 	@BUILD=$(BUILD) tests/gpu/run.sh
 bench:
 	@BUILD=$(BUILD) profiles/bench.sh
+
+TRACE ?= t.json
+OUT   ?= step.svg
+STEP  ?= 0
+trace-picture:
+	@python3 profiles/trace_picture.py '$(TRACE)' '$(OUT)' --step $(STEP)
 
 # Headers keep their paths: compile clients with -I$(PREFIX)/include/mkd and link -lmkd-client -lzmq.
 install: all

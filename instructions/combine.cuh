@@ -10,9 +10,9 @@ typedef struct mk_merged {
     float max[MK_WARPS], sum[MK_WARPS];
 } mk_merged;
 
-MK_CALL void mk_combine_run(const mk_insn *in, uint32_t trace)
+MK_CALL void mk_combine_run(const mk_insn *in)
 {
-    const mk_dev here = mk_here(in, trace), *d = &here;
+    const mk_dev here = mk_here(in), *d = &here;
     constexpr int BATCH = 3; /* splits of a warp in flight: all of them up to 48 */
     const mk_mla *m = &d->in->mla;
     const mk_vec *out = &d->sh->vec[d->in->signal_vec];

@@ -30,9 +30,9 @@ MK_DEV void mk_gqa_turn(const mk_dev *d, const mk_gqa *g, uint32_t pos, float *x
     __syncwarp();
 }
 
-MK_CALL void mk_gqa_append_run(const mk_insn *in, uint32_t trace)
+MK_CALL void mk_gqa_append_run(const mk_insn *in)
 {
-    const mk_dev here = mk_here(in, trace), *d = &here;
+    const mk_dev here = mk_here(in), *d = &here;
     const mk_gqa *g = &d->in->gqa;
     const uint32_t dim = g->dim, r = d->warp;
     mk_staged_drop(d);

@@ -19,9 +19,9 @@ MK_DEV void mk_gqa_queries(const mk_dev *d, const mk_gqa *g, uint32_t r, uint32_
     }
 }
 
-MK_CALL void mk_gqa_partial_run(const mk_insn *in, uint32_t trace)
+MK_CALL void mk_gqa_partial_run(const mk_insn *in)
 {
-    const mk_dev here = mk_here(in, trace), *d = &here;
+    const mk_dev here = mk_here(in), *d = &here;
     const mk_gqa *g = &d->in->gqa;
     const uint32_t kv_heads = g->kv_heads, heads = g->heads / kv_heads, floats = mk_partial_floats(g->dim);
     float *bulk = (float *)mk_bulk_at(d, d->in->signal_vec);

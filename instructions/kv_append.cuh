@@ -14,9 +14,9 @@ MK_DEV void mk_rotate_pair(float *a, float *b, float inv_freq, uint32_t pos)
     *b = mk_add(mk_mul(x, s), mk_mul(y, c));
 }
 
-MK_CALL void mk_kv_append_run(const mk_insn *in, uint32_t trace)
+MK_CALL void mk_kv_append_run(const mk_insn *in)
 {
-    const mk_dev here = mk_here(in, trace), *d = &here;
+    const mk_dev here = mk_here(in), *d = &here;
     const mk_mla *m = &d->in->mla;
     const uint32_t latent = m->latent, n = latent + m->rope, r = d->warp;
     mk_staged_drop(d);

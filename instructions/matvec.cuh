@@ -306,8 +306,8 @@ MK_DEV void mk_product(const mk_dev *d, const mk_tile *t, uint32_t kb0, uint32_t
             lap ^= 1;
         }
     }
-    mk_trace_bytes(d, (kb1 - kb0) * kb_bytes);
     if (d->lane == 0) {
+        mk_trace_bytes(d, (kb1 - kb0) * kb_bytes);
         d->memo->at[RING] = at;
         d->memo->lap[RING] = lap;
     }

@@ -73,9 +73,9 @@ MK_DEV void mk_mla_positional(const mk_dev *d, const mk_mla *m, uint32_t r, uint
     }
 }
 
-MK_CALL void mk_mla_partial_run(const mk_insn *in, uint32_t trace)
+MK_CALL void mk_mla_partial_run(const mk_insn *in)
 {
-    const mk_dev here = mk_here(in, trace), *d = &here;
+    const mk_dev here = mk_here(in), *d = &here;
     const mk_mla *m = &d->in->mla;
     const uint32_t groups = (m->heads + MK_HEAD_GROUP - 1) / MK_HEAD_GROUP, n = m->latent + m->rope, floats = mk_partial_floats(m->latent);
     float *bulk = (float *)mk_bulk_at(d, d->in->signal_vec);

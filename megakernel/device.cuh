@@ -111,8 +111,9 @@ typedef struct mk_memo {
 
 /* What thread 0 has noted of the instruction under way, when its step is traced. */
 typedef struct mk_trace_now {
-    uint64_t start;
+    uint64_t start, since; /* since: of the wait for weights under way */
     uint32_t input, weights, publish, bytes;
+    uint32_t on;    /* mk_step.trace; 0: nothing is noted */
     uint32_t first; /* the worker's first record of a step */
 } mk_trace_now;
 
@@ -279,15 +280,14 @@ typedef struct mk_dev {
     const mk_step *step;
     mk_memo *memo; /* the warp's: read by all lanes, written by lane 0 between two __syncwarp */
     uint32_t worker, tid, warp, lane;
-    uint32_t trace; /* thread 0 of a traced step: mk_step.trace; else 0 */
 } mk_dev;
 #include "megakernel/trace.cuh"
 
 /* For opcodes that are functions of their own: registers are then allocated for each alone. */
-MK_DEV mk_dev mk_here(const mk_insn *in, uint32_t trace)
+MK_DEV mk_dev mk_here(const mk_insn *in)
 {
     mk_shared *sh = mk_sh();
-    mk_dev d = {&sh->args, sh, in, &sh->step, &sh->memo[threadIdx.x / 32], blockIdx.x, threadIdx.x, threadIdx.x / 32, threadIdx.x % 32, trace};
+    mk_dev d = {&sh->args, sh, in, &sh->step, &sh->memo[threadIdx.x / 32], blockIdx.x, threadIdx.x, threadIdx.x / 32, threadIdx.x % 32};
     return d;
 }
 
@@ -372,11 +372,12 @@ MK_DEV bool mk_packet_spin(mk_spin *s, const mk_wait *w, uint32_t row, uint32_t 
 /* Waits for a phase of a stage's barrier; on abort it returns anyway. */
 MK_DEV void mk_stage_wait(const mk_dev *d, uint32_t bar, uint32_t parity, uint32_t kind)
 {
+    if (mk_mbar_test(bar, parity)) return;
     mk_spin s = {0, 0};
-    const uint64_t t = mk_trace_wait(d, bar, parity);
+    mk_trace_wait(d);
     while (!mk_mbar_try(bar, parity))
         if (!(++s.n & 255u) && !(s.since = mk_wait_late(d->in, kind, (const mk_wait *)0, 0, 0, s.since))) return;
-    mk_trace_waited(d, t);
+    mk_trace_waited(d);
 }
 
 /* Waits for a BULK vector; all compute threads call it, and may then read the vector with loads that bypass L1. */

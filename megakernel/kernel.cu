@@ -78,11 +78,11 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_LM_HEAD: mk_matrix_run(&d); break;
         case MK_OP_CONV_STEP: mk_conv_step_run(&d); break;
         case MK_OP_DELTA_STEP: mk_delta_step_run(&d); break;
-        case MK_OP_KV_APPEND: mk_kv_append_run(d.in, d.trace); break;
-        case MK_OP_MLA_PARTIAL: mk_mla_partial_run(d.in, d.trace); break;
-        case MK_OP_COMBINE: mk_combine_run(d.in, d.trace); break;
-        case MK_OP_GQA_APPEND: mk_gqa_append_run(d.in, d.trace); break;
-        case MK_OP_GQA_PARTIAL: mk_gqa_partial_run(d.in, d.trace); break;
+        case MK_OP_KV_APPEND: mk_kv_append_run(d.in); break;
+        case MK_OP_MLA_PARTIAL: mk_mla_partial_run(d.in); break;
+        case MK_OP_COMBINE: mk_combine_run(d.in); break;
+        case MK_OP_GQA_APPEND: mk_gqa_append_run(d.in); break;
+        case MK_OP_GQA_PARTIAL: mk_gqa_partial_run(d.in); break;
         case MK_OP_ROUTE: mk_route_run(&d); break;
         case MK_OP_EXPERT_UP: mk_expert_up_run(&d); break;
         case MK_OP_EXPERT_DOWN: mk_expert_down_run(&d); break;

@@ -262,6 +262,27 @@ static void check_file(const char *path, uint32_t steps)
     json_decref(j);
 }
 
+/* The picture of its last step; of a step that it has not: one line. */
+static void check_picture(const char *path)
+{
+    char command[512], line[256];
+    if (system("python3 -c pass >/dev/null 2>&1")) return;
+    snprintf(command, sizeof command, "make -s trace-picture TRACE=%s OUT=%s/p.svg STEP=2 && grep -c '<image' %s/p.svg && tail -1 %s/p.svg && rm %s/p.svg", path,
+             g.dir, g.dir, g.dir, g.dir);
+    FILE *f = popen(command, "r");
+    assert_non_null(f);
+    assert_non_null(fgets(line, sizeof line, f));
+    assert_string_equal(line, "2\n");
+    assert_non_null(fgets(line, sizeof line, f));
+    assert_string_equal(line, "</svg>\n");
+    assert_int_equal(pclose(f), 0);
+    snprintf(command, sizeof command, "python3 profiles/trace_picture.py %s %s/p.svg --step 3 2>&1", path, g.dir);
+    f = popen(command, "r");
+    assert_non_null(fgets(line, sizeof line, f));
+    assert_string_equal(line, "trace_picture: --step: the file has steps 0 to 2\n");
+    assert_int_not_equal(pclose(f), 0);
+}
+
 static void test_command(void **state)
 {
     (void)state;
@@ -277,6 +298,7 @@ static void test_command(void **state)
     close(keep);
     assert_int_equal(rc, 0);
     check_file(path, 3);
+    check_picture(path);
     FILE *f = fopen(table, "r");
     text[fread(text, 1, sizeof text - 1, f)] = 0;
     fclose(f);
