@@ -27,6 +27,7 @@ struct mk_machine {
     uint32_t *token;     /* [slots][context] */
     uint32_t max_pages, context;
     int event_fd;        /* readable when there are events */
+    uint64_t *seen_ns;   /* GPU: [MK_EVENT_RING] CLOCK_MONOTONIC of when the polling thread saw the event in that place of the ring; NULL on the twin */
     char name[160];      /* for people: "CPU twin, 8 workers, act bf16" */
     double ceiling_gb_s; /* memory as measured before the start (megakernel/ceiling.h); 0: not measured */
     uint64_t launches;   /* of a kernel; the thread of the operations writes it */

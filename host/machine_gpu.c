@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <time.h>
 #include <unistd.h>
 
 #define RESERVE (2ull << 30) /* device memory left to the driver, its contexts and page tables */
@@ -91,7 +92,11 @@ static void *poll_main(void *arg)
             continue;
         }
         uint32_t before = seen;
-        while (__atomic_load_n(&g->rings.event[seen % MK_EVENT_RING].seq, __ATOMIC_ACQUIRE) == seen + 1) seen++;
+        while (__atomic_load_n(&g->rings.event[seen % MK_EVENT_RING].seq, __ATOMIC_ACQUIRE) == seen + 1) {
+            struct timespec t;
+            clock_gettime(CLOCK_MONOTONIC, &t);
+            __atomic_store_n(&g->m.seen_ns[seen++ % MK_EVENT_RING], (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec, __ATOMIC_RELAXED);
+        }
         if (seen != before) {
             mk_ring_fd(g->m.event_fd);
             idle = 0;
@@ -191,6 +196,7 @@ static void gpu_destroy(mk_machine *m)
     }
     mk_gpu_destroy(&g->gpu);
     if (m->event_fd >= 0) close(m->event_fd);
+    free(m->seen_ns);
     free(g);
 }
 
@@ -222,7 +228,8 @@ int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machin
     g->epoch0 = cfg->epoch0;
     mk_recovery_init(&g->recovery, cfg->flight_dir);
     m->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int rc = m->event_fd < 0 ? mk_fail(err, MK_E_SYSTEM, "eventfd: %s", strerror(errno)) : mk_gpu_probe(0, &info, err);
+    m->seen_ns = calloc(MK_EVENT_RING, sizeof *m->seen_ns);
+    int rc = m->event_fd < 0 || !m->seen_ns ? mk_fail(err, MK_E_SYSTEM, "eventfd: %s", strerror(errno)) : mk_gpu_probe(0, &info, err);
     if (!rc) {
         char placed[256];
         mk_numa_place(info.pci, placed, sizeof placed);
