@@ -95,7 +95,11 @@ $(BUILD)/tests/gpu/libcount_api.so: tests/gpu/count_api.c
 $(BUILD)/tests/gpu/test_%: $(BUILD)/tests/gpu/test_%.o $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
-$(BUILD)/tests/gpu/test_opcodes: $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/gpu/test_opcodes.c tests/gpu/opcodes_*.c)) $(TESTLIB) $(BUILD)/libmk.a
+OPCASES := $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/gpu/opcodes_*.c))
+$(BUILD)/tests/test_compare: $(BUILD)/tests/test_compare.o $(OPCASES) $(TESTLIB) $(BUILD)/libmk.a
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
+$(BUILD)/tests/gpu/test_opcodes: $(BUILD)/tests/gpu/test_opcodes.o $(OPCASES) $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a

@@ -244,6 +244,8 @@ typedef struct job {
     /* the instruction at hand */
     const mk_insn *in;
     uint32_t worker, row;
+    const uint32_t *list; /* NULL: all instructions */
+    uint32_t n;
     /* RMS of a published vector's row; of a row's logits */
     struct {
         uint32_t vec, pub;
@@ -268,6 +270,39 @@ static int room(job *j, uint32_t n)
 static double root(double squares, uint64_t n)
 {
     return n ? sqrt(squares / (double)n) : 0;
+}
+
+static uint32_t worker_of(const mk_program *p, uint32_t x)
+{
+    uint32_t lo = 0, hi = p->info.workers;
+    while (hi - lo > 1) {
+        uint32_t mid = (lo + hi) / 2;
+        if (p->queue[mid] <= x)
+            lo = mid;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+/* A LOCAL sum is a slice of a vector that is spread over the workers: over all instructions looked at that make it. */
+static double local_rms(job *j)
+{
+    const mk_insn *in = j->in;
+    if (j->scale[j->row].vec == in->signal_vec && j->scale[j->row].pub == in->signal_pub) return j->scale[j->row].rms;
+    double squares = 0;
+    uint64_t n = 0;
+    for (uint32_t k = 0; k < j->n; k++) {
+        uint32_t x = j->list ? j->list[k] : k;
+        const mk_insn *o = &j->p->insn[x];
+        if (o->opcode != in->opcode || o->signal_vec != in->signal_vec || o->signal_pub != in->signal_pub) continue;
+        const float *v = (const float *)(j->want->local + worker_of(j->p, x) * j->p->info.local_bytes + j->p->vec[o->signal_vec].offset) + (size_t)j->row * o->gemv.n;
+        for (uint32_t i = 0; i < o->gemv.n; i++) squares += (double)v[i] * (double)v[i];
+        n += o->gemv.n;
+    }
+    j->scale[j->row].vec = in->signal_vec;
+    j->scale[j->row].pub = in->signal_pub;
+    return j->scale[j->row].rms = root(squares, n);
 }
 
 /* Over the slices of the publication that `want` has. */
@@ -370,7 +405,7 @@ static void one_piece(void *arg, const mk_piece *pc)
     if (pc->kind == MK_PC_F32 || pc->kind == MK_PC_BF16 || pc->kind == MK_PC_PARTIAL) {
         double squares = 0;
         for (uint32_t i = 0; i < pc->n; i++) squares += j->v[i] * j->v[i];
-        rms = in->opcode == MK_OP_LM_HEAD ? logits_rms(j) : root(squares, pc->n);
+        rms = in->opcode == MK_OP_LM_HEAD ? logits_rms(j) : in->opcode == MK_OP_GEMV ? local_rms(j) : root(squares, pc->n);
     }
     if (pc->kind == MK_PC_PACKETS || pc->kind == MK_PC_STATS) { /* every packet carries the epoch */
         uint32_t epoch = mk_epoch(j->epoch0, j->step->seq, in->signal_pub), found;
@@ -398,19 +433,6 @@ static void one_piece(void *arg, const mk_piece *pc)
         if (error > j->c->worst[op]) j->c->worst[op] = error;
         if (!(error <= limit)) diverged(j, pc, i, want, got, scale, error, limit);
     }
-}
-
-static uint32_t worker_of(const mk_program *p, uint32_t x)
-{
-    uint32_t lo = 0, hi = p->info.workers;
-    while (hi - lo > 1) {
-        uint32_t mid = (lo + hi) / 2;
-        if (p->queue[mid] <= x)
-            lo = mid;
-        else
-            hi = mid;
-    }
-    return lo;
 }
 
 /* Bytes that nobody may write. */
@@ -442,11 +464,11 @@ static void others(job *j, const mk_memory *before, uint32_t region)
 int mk_compare(const mk_program *p, const uint32_t *list, uint32_t n, const mk_step *step, uint32_t epoch0, const mk_memory *before, const mk_memory *want,
                const mk_memory *got, uint32_t regions, mk_comparison *c, mk_err *err)
 {
-    job j = {.p = p, .step = step, .want = want, .got = got, .c = c, .epoch0 = epoch0};
+    job j = {.p = p, .step = step, .want = want, .got = got, .c = c, .epoch0 = epoch0, .list = list, .n = list ? n : p->info.n_insn};
     for (uint32_t r = 0; r < MK_MAX_ROWS; r++) j.scale[r].vec = MK_NONE;
     for (uint32_t i = 0; before && i < MK_REGIONS; i++)
         if (regions >> i & 1 && !(j.mark[i] = calloc(mk_region_bytes(p, i) / 4 + 1, 1))) j.lost = 1;
-    for (uint32_t k = 0; k < (list ? n : p->info.n_insn) && !j.lost; k++) {
+    for (uint32_t k = 0; k < j.n && !j.lost; k++) {
         uint32_t x = list ? list[k] : k;
         j.in = &p->insn[x];
         j.worker = worker_of(p, x);

@@ -11,14 +11,15 @@
  * the twin. */
 #include "ipc/mkctl_diff.h"
 
+#include <stdio.h>
+#include <stdlib.h>
+
 #ifdef MK_CUDA
 #include "host/compare.h"
 #include "host/version.h"
 #include "megakernel/gpu.h"
 
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 typedef struct diff {
@@ -463,6 +464,7 @@ int mkctl_diff(int argc, char **argv)
     d.n = n;
     c.context = (n + d.max_new + 2 + MK_PAGE) / MK_PAGE * MK_PAGE;
     rc = strict ? mkctl_diff_strict(&c, ids, n, d.tolerance, &err) : mkctl_diff_gpu(&c, &d, &err);
+    fflush(stdout);
     if (rc) mkctl_failed("diff", &err);
     free(ids);
     return rc;

@@ -25,6 +25,18 @@ typedef struct case_wrong {
 extern const case_wrong case_wrongs[];
 extern const uint32_t n_case_wrongs;
 
+typedef struct case_result {
+    mk_comparison cmp;
+    uint64_t bits;   /* words of rows that differ between 8, 3 and 1 rows */
+    uint32_t shared; /* pieces compared so */
+    double ms;
+    char text[512];  /* what is wrong */
+    int skip, bad;   /* skip: the opcode runs on the twin only */
+} case_result;
+/* dry: the twin against itself, no GPU. w: NULL, or a negative control: then *r says what was found, in one pass. */
+void case_run(const case_spec *s, uint64_t seed, int dry, const case_wrong *w, case_result *r);
+uint32_t case_opcode(const case_spec *s);
+
 /* Specs by file; each ends with op NULL. */
 extern const case_spec matrix_cases[], expert_cases[], state_cases[], attention_cases[], sample_cases[];
 

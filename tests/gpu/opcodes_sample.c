@@ -97,7 +97,7 @@ static void drop_bias(mk_insn *in) { in->route.has_bias = 0; }
 static void up_other_slice(mk_insn *in) { in->expert.base -= 128; }
 static void down_phase(mk_insn *in) { in->expert.phase = (uint16_t)(in->expert.phase > 2 ? in->expert.phase - 3 : in->expert.phase + 3); }
 static void head_eps(mk_insn *in) { in->lm_head.eps = 0.1f; }
-static void conv_state(mk_insn *in) { in->conv.param_off++; }
+static void conv_state(mk_insn *in) { in->conv.param_off--; }
 static void delta_gate(mk_insn *in) { in->delta.b_off++; }
 static void no_rotation(mk_insn *in) { in->mla.rotary = 0; }
 static void softmax_scale(mk_insn *in) { in->mla.scale *= 1.01f; }

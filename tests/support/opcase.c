@@ -380,4 +380,29 @@ int case_run_gpu(mk_case *c, struct mk_gpu *g, mk_err *err)
     mk_state_turn(&c->prog, &c->gpu, 0);
     return rc;
 }
+
+void case_gpu_close(struct mk_gpu **g)
+{
+    mk_gpu_destroy(g);
+}
+#else
+static int no_kernel(mk_err *err)
+{
+    return mk_fail(err, MK_E_DEVICE, "this build has no GPU kernel");
+}
+int case_gpu_open(mk_case *c, struct mk_gpu **g, mk_err *err)
+{
+    (void)c;
+    *g = NULL;
+    return no_kernel(err);
+}
+int case_run_gpu(mk_case *c, struct mk_gpu *g, mk_err *err)
+{
+    (void)c, (void)g;
+    return no_kernel(err);
+}
+void case_gpu_close(struct mk_gpu **g)
+{
+    *g = NULL;
+}
 #endif

@@ -67,5 +67,6 @@ int case_run_twin(mk_case *c, mk_err *err);
 struct mk_gpu;
 int case_gpu_open(mk_case *c, struct mk_gpu **g, mk_err *err); /* allocates on the device and uploads the weights */
 int case_run_gpu(mk_case *c, struct mk_gpu *g, mk_err *err);
+void case_gpu_close(struct mk_gpu **g); /* may be NULL */
 
 #endif
