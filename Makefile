@@ -38,7 +38,7 @@ help:
 	@echo 'make install PREFIX=/usr/local DESTDIR='
 
 all: $(BUILD)/mkd $(BUILD)/mkctl $(BUILD)/libmkd-client.a
-tests: all $(TESTS) $(BUILD)/tests/gpu/hang_client $(BUILD)/tests/gpu/soak
+tests: all $(TESTS) $(BUILD)/tests/gpu/hang_client $(BUILD)/tests/gpu/soak $(BUILD)/tests/mkd-debug
 ifeq ($(NVCC),)
 all:
 	@echo 'nvcc not found: built for the CPU twin only'
@@ -46,7 +46,7 @@ else
 # CUDA objects link with plain gcc and the static runtime; the program still runs where there is no driver.
 LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
-$(BUILD)/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
+$(BUILD)/host/machine_gpu.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
 tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/latency
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
@@ -74,6 +74,14 @@ $(BUILD)/mkd: $(BUILD)/host/mkd.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/mkctl: $(BUILD)/ipc/mkctl.o $(BUILD)/libmk.a
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
+# The daemon with fault injection: what DEBUG=1 changes, in front of everything else. (DEBUG=1 makes build/mkd itself one.)
+$(BUILD)/debug/%.o: %.c
+	@mkdir -p $(@D)
+	@echo '  cc $< (debug)'
+	@$(CC) $(CFLAGS) -DMK_DEBUG -c -o $@ $<
+$(BUILD)/tests/mkd-debug: $(BUILD)/host/mkd.o $(BUILD)/debug/ipc/server.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/tests/gpu/hang_client: $(BUILD)/tests/gpu/hang_client.o $(BUILD)/libmkd-client.a
@@ -112,8 +120,8 @@ deps:
 	root=; if [ $$(id -u) != 0 ]; then root=sudo; fi; \
 	$$root apt-get update -q && $$root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $$missing
 
-# The sanitizers' build lives in $(BUILD)/asan. It has fault injection, the plain one has not; tests/test_inject.sh tests both.
-ASAN    := DEBUG=1 BUILD=$(BUILD)/asan CFLAGS='-O2 -g' SAN='-fsanitize=address,undefined -fno-sanitize-recover=all' NVCC=
+# The sanitizers' build lives in $(BUILD)/asan.
+ASAN    := BUILD=$(BUILD)/asan CFLAGS='-O2 -g' SAN='-fsanitize=address,undefined -fno-sanitize-recover=all' NVCC=
 test:
 	+@$(MAKE) --no-print-directory -j$(JOBS) tests
 	+@$(MAKE) --no-print-directory -j$(JOBS) $(ASAN) tests

@@ -1,17 +1,48 @@
 #!/bin/bash
-# make check-gpu: every GPU test, on the machine that has the GPU. Builds nothing: BUILD holds what `make all tests` made. Reports go to
-# $OUT (default: a new directory). With a debug build in BUILD_DEBUG (make DEBUG=1 BUILD=...) the injected hangs run as well.
+# make check-gpu: every GPU test, on the machine that has the GPU. Builds nothing: BUILD holds what `make all tests` made (with nvcc). Every part's own report goes to
+# $OUT/<part>/ (default: a new directory), and all of them become one: $OUT/check-gpu.json (tests/gpu/report.py).
+#   PARTS="gpu opcodes ..."   only these; the parts are listed below
+#   SOAK=60                   seconds of soak; the long run is 600
 cd "$(dirname "$0")/../.." || exit 2
-BUILD=${BUILD:-build}
+export BUILD=${BUILD:-build}
 [ -e /dev/nvidiactl ] || { echo 'check-gpu: no NVIDIA driver on this machine' >&2; exit 9; }
 [ -x "$BUILD/tests/gpu/test_gpu" ] || { echo "check-gpu: $BUILD/tests/gpu/test_gpu is not there: make all tests (with nvcc) makes it" >&2; exit 2; }
-export OUT=${OUT:-$(mktemp -d)}
-bad=0
-timeout 240 "$BUILD/tests/gpu/test_gpu" || bad=1
-if [ -n "${BUILD_DEBUG:-}" ]; then
-    BIN=$BUILD_DEBUG timeout 300 tests/gpu/test_daemon_gpu.sh || bad=1
-else
-    echo 'check-gpu: BUILD_DEBUG is not set: no injected hangs'
-fi
-ls -l "$OUT"
+TOP=${OUT:-$(mktemp -d)}
+mkdir -p "$TOP"
+T=$BUILD/tests/gpu
+rm -f "$TOP"/*/rc
+
+# part NAME SECONDS COMMAND...: its stdout and stderr go to $TOP/NAME/log, its reports where $OUT points
+part() {
+    local name=$1 limit=$2 begin=$SECONDS rc
+    shift 2
+    case " ${PARTS:-$ALL} " in *" $name "*) ;; *) return ;; esac
+    mkdir -p "$TOP/$name"
+    OUT=$TOP/$name timeout -k 5 "$limit" "$@" >"$TOP/$name/log" 2>&1 </dev/null
+    rc=$?
+    echo "$rc $((SECONDS - begin))" >"$TOP/$name/rc"
+    [ $rc = 0 ] && echo "ok - $name ($((SECONDS - begin)) s)" || { echo "not ok - $name: exit code $rc"; tail -15 "$TOP/$name/log" | cut -c1-400 | sed 's/^/#   /'; }
+}
+to() { "${@:2}" >"$OUT/$1"; } # a command that prints its report
+sanitize() { # tool: over a short run of the tiny models
+    compute-sanitizer --tool "$1" --error-exitcode 3 --print-limit 20 "$T/test_gpu" -q -t 60000
+}
+export -f to sanitize
+export T
+
+ALL='gpu opcodes setup tear latency residency inject memcheck racecheck'
+part gpu 240 "$T/test_gpu"                                       # goldens, row invariance, epochs that wrap, one entry for many tokens, hang
+part opcodes 120 "$T/test_opcodes"                               # every opcode at tiny and real shapes
+part setup 120 "$T/test_setup"                                   # packing and derived weights on the GPU
+part tear 60 bash -c 'to tear.json "$T/tear"'                    # 10^9 packets under a full stream
+part latency 60 bash -c 'to latency.json "$T/latency"'           # idle to first instruction, token to polling thread
+SECONDS_SOAK=${SOAK:-60} part residency $((${SOAK:-60} + 90)) tests/gpu/test_residency.sh # launches and driver calls between READY and shutdown, over a soak
+part inject 180 tests/gpu/test_daemon_gpu.sh                     # hangs: named, survived
+part memcheck 300 bash -c 'sanitize memcheck'
+part racecheck 300 bash -c 'sanitize racecheck'
+
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,pstate,temperature.gpu --format=csv,noheader >"$TOP/gpu.csv" 2>/dev/null
+python3 tests/gpu/report.py "$TOP" "$("$BUILD/mkd" --version)" >"$TOP/check-gpu.json"
+bad=$?
+echo "report: $TOP/check-gpu.json"
 exit $bad

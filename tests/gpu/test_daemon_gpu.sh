@@ -1,17 +1,17 @@
 #!/bin/bash
-# On the machine with the GPU, with a debug build (make DEBUG=1 BUILD=...): the kernel hangs under two running generations; the daemon has to name the worker
-# and the instruction, write the flight file, relaunch, and give every stream the tokens it would have had. BIN: where mkd and hang_client are.
+# On the machine with the GPU: the kernel hangs under two running generations; the daemon has to name the worker
+# and the instruction, write the flight file, relaunch, and give every stream the tokens it would have had. BUILD: where tests/mkd-debug and
+# tests/gpu/hang_client are.
 # WORKER:INSTRUCTION:AFTER. 0:42 is SCHEDULE, whose absence no worker notices: all wait for the next step, as when idle. `idle`: SCHEDULE dies while nobody has
 # work. `:stopped`: the daemon is stopped (SIGSTOP) for three seconds meanwhile, so that the kernel gives up by itself; it then names the first
 # wait that ran out, which need not be the root. One JSON line a case goes to $OUT/inject.jsonl.
-BIN=${BIN:-build}
+BUILD=${BUILD:-build}
 cd "$(dirname "$0")/../.." || exit 2
-CLIENT=$BIN/hang_client
-[ -x "$CLIENT" ] || CLIENT=$BIN/tests/gpu/hang_client
+CLIENT=$BUILD/tests/gpu/hang_client
 bad=0
 start() { # flags...
     rm -f "$S/out"
-    "$BIN/mkd" --device gpu --model tests/oracle/kimi_linear --socket-dir "$S" --context 4096 "$@" >"$S/out" 2>"$S/err" &
+    "$BUILD/tests/mkd-debug" --device gpu --model tests/oracle/kimi_linear --socket-dir "$S" --context 4096 "$@" >"$S/out" 2>"$S/err" &
     P=$!
     for _ in $(seq 400); do grep -qs ready "$S/out" && break; kill -0 $P 2>/dev/null || break; sleep 0.05; done
 }
