@@ -30,12 +30,13 @@ sanitize() { # tool: over a short run of the tiny models
 export -f to sanitize
 export T
 
-ALL='gpu opcodes setup tear latency residency inject memcheck racecheck'
+ALL='gpu opcodes setup tear latency trace residency inject memcheck racecheck'
 part gpu 240 "$T/test_gpu"                                       # goldens, row invariance, epochs that wrap, one entry for many tokens, hang
 part opcodes 120 "$T/test_opcodes"                               # every opcode at tiny and real shapes
 part setup 120 "$T/test_setup"                                   # packing and derived weights on the GPU
 part tear 60 bash -c 'to tear.json "$T/tear"'                    # 10^9 packets under a full stream
 part latency 60 bash -c 'to latency.json "$T/latency"'           # idle to first instruction, token to polling thread
+part trace 120 tests/gpu/test_trace.sh                           # every instruction in it; what tracing costs
 SECONDS_SOAK=${SOAK:-60} part residency $((${SOAK:-60} + 90)) tests/gpu/test_residency.sh # launches and driver calls between READY and shutdown, over a soak
 part inject 180 tests/gpu/test_daemon_gpu.sh                     # hangs: named, survived
 part memcheck 300 bash -c 'sanitize memcheck'
