@@ -1,5 +1,5 @@
 /* mkctl trace: what every worker did with its time in the next steps. Prints tables; --out writes a file for ui.perfetto.dev or chrome://tracing.
- * Somebody has to generate meanwhile: another client, or with --prompt this command itself, which then also says what tracing costs. */
+ * Somebody has to generate meanwhile: another client, or with --ctx this command itself, which then also says what tracing costs. */
 #include "ipc/client.h"
 #include "ipc/mkctl.h"
 #include "ipc/trace_report.h"
@@ -18,8 +18,8 @@ static int write_file(const char *path, const mk_trace_report *r, const mk_clien
     return bad ? mk_fail(err, MK_E_SYSTEM, "%s: cannot be written: %s", path, strerror(errno)) : MK_OK;
 }
 
-#define BEFORE 32u  /* tokens before the trace is asked for */
-#define ROOM   512u /* tokens that may pass until it begins */
+#define WARM 16u  /* tokens that do not count */
+#define ROOM 512u /* tokens that may pass until the trace begins */
 
 typedef struct load {
     mk_client_stream *s;
@@ -40,19 +40,28 @@ static int take(load *l, uint32_t n, mk_err *err)
     return rc;
 }
 
-/* Greedy, never stops early, not paused. */
-static int start_load(mk_client *c, uint32_t prompt, uint32_t steps, load *l, mk_err *err)
+/* Greedy, never stops early, not paused. At a pinned position where the daemon serves that, otherwise after a prompt. As many tokens as are to be traced
+ * pass before it is asked for. */
+static int start_load(mk_client *c, uint32_t ctx, uint32_t rows, uint32_t steps, load *l, mk_err *err)
 {
-    l->most = BEFORE + ROOM + 3 * steps;
+    const int pin = (mk_client_about(c)->welcome.features & MK_FEATURE_PIN) != 0;
+    const uint32_t prompt = pin ? 1 : ctx;
+    if (!pin && rows > 1) return mk_fail(err, MK_E_USAGE, "--rows: several rows of one stream need pinned positions: start mkd with --bench yes");
+    l->most = WARM + ROOM + 3 * steps;
     l->ns = calloc(l->most, sizeof *l->ns);
     uint32_t *ids = calloc(prompt, sizeof *ids), x = 12345;
     int rc = l->ns && ids ? MK_OK : mk_fail(err, MK_E_SYSTEM, "out of memory");
     for (uint32_t i = 0; i < prompt && !rc; i++) ids[i] = ((x = x * 1664525u + 1013904223u) >> 8) % mk_client_about(c)->welcome.vocab;
-    mk_client_options o = {.context = prompt + l->most, .window = MK_WIRE_NO_WINDOW, .sampling = 1, .own_stop = 1};
+    mk_client_options o = {.context = prompt + l->most, .window = MK_WIRE_NO_WINDOW, .sampling = 1, .seed = 1, .own_stop = 1};
+    if (pin) {
+        o.pin = ctx - 1;
+        o.pin_rows = rows;
+        if (o.context < ctx + 7) o.context = ctx + 7;
+    }
     if (!rc && !(l->s = mk_client_open(c, &o, 5000, err))) rc = err->code;
     if (!rc) rc = mk_client_append(l->s, ids, prompt, NULL, -1, err);
     if (!rc) rc = mk_client_generate(l->s, &(mk_client_generation){.max_new = l->most}, err);
-    if (!rc) rc = take(l, BEFORE, err);
+    if (!rc) rc = take(l, WARM + steps, err);
     free(ids);
     return rc;
 }
@@ -64,7 +73,7 @@ static int print_cost(const mk_trace_report *r, load *l, mk_err *err)
     double *on = calloc(l->most, sizeof *on), *off = calloc(l->most, sizeof *off);
     uint32_t n_on = 0, n_off = 0, after = r->t->about.steps;
     int rc = on && off ? MK_OK : mk_fail(err, MK_E_SYSTEM, "out of memory");
-    for (uint32_t last = 0, i = 1; !rc && l->n < l->most; i++) { /* as many tokens after the trace as are in it */
+    for (uint32_t last = 0, i = WARM; !rc && l->n < l->most; i++) { /* as many tokens after the trace as are in it */
         if (i == l->n && (rc = take(l, 1, err))) break;
         uint64_t from = (l->ns[i - 1] - begin) & mask, to = (l->ns[i] - begin) & mask;
         double us = (double)(l->ns[i] - l->ns[i - 1]) / 1e3;
@@ -72,7 +81,7 @@ static int print_cost(const mk_trace_report *r, load *l, mk_err *err)
         if (in && from <= length) on[n_on++] = us;
         if (!in && from > length && !(last && i == last + 1)) off[n_off++] = us;
         if (in) last = i;
-        if (last && i > last + 1 && !after--) break;
+        if (last && i > last + 1 && !--after) break;
     }
     if (!rc && n_on && n_off) {
         double a = mkctl_quantile(on, n_on, 0.5), b = mkctl_quantile(off, n_off, 0.5);
@@ -86,16 +95,19 @@ static int print_cost(const mk_trace_report *r, load *l, mk_err *err)
 int mkctl_trace(int argc, char **argv)
 {
     const char *dir = mkctl_default_dir(), *out = NULL;
-    uint32_t steps = 3, prompt = 0;
+    uint32_t steps = 3, ctx = 0, rows = 1;
     double seconds = 10;
     const mkctl_flag flag[] = {{"--socket-dir", MKCTL_TEXT, &dir, "the daemon's sockets"},
                                {"--steps", MKCTL_U32, &steps, "how many; something has to be generating meanwhile"},
-                               {"--prompt", MKCTL_U32, &prompt, "generate here, after that many tokens; 0: somebody else does"},
+                               {"--ctx", MKCTL_U32, &ctx, "generate here, at that context (pinned, if mkd runs with --bench yes); 0: somebody else does"},
+                               {"--rows", MKCTL_U32, &rows, "with --ctx and --bench yes: tokens of one stream in a step"},
                                {"--timeout", MKCTL_REAL, &seconds, "seconds within which they have to be run, at most 60"},
                                {"--out", MKCTL_TEXT, &out, "write the trace event file"},
                                {"-o", MKCTL_TEXT, &out, "the same"}};
     int rc = mkctl_flags(argc, argv, flag, sizeof flag / sizeof flag[0], NULL, 0, NULL);
     if (rc) return rc < 0 ? MK_OK : rc;
+    if (!rows || rows > 8) return mkctl_usage("trace: --rows: expected 1 to 8, found %u", rows);
+    if (ctx > 100000000) return mkctl_usage("trace: --ctx: expected at most 100000000, found %u", ctx);
     if (!(seconds >= 0.001 && seconds <= MK_WIRE_TRACE_MS / 1000))
         return mkctl_usage("trace: --timeout: expected 0.001 to %u, found %g", MK_WIRE_TRACE_MS / 1000, seconds);
     mk_err err = {0};
@@ -104,7 +116,7 @@ int mkctl_trace(int argc, char **argv)
     mk_client *c = mk_client_new(dir, "mkctl trace", 5000, &err);
     load l = {0};
     rc = c ? MK_OK : err.code;
-    if (!rc && prompt) rc = start_load(c, prompt, steps, &l, &err);
+    if (!rc && ctx) rc = start_load(c, ctx, rows, steps, &l, &err);
     if (!rc) rc = mk_client_traced(c, steps, (int)(seconds * 1000), &t, &err);
     if (!rc) rc = mk_trace_report_new(t, &r, &err);
     if (!rc) {
@@ -112,7 +124,7 @@ int mkctl_trace(int argc, char **argv)
         printf("%s, %s on %s: steps %u to %u, %u instructions each, %u workers\n\n", a->build, a->model, a->device, t->about.first_step,
                t->about.first_step + t->about.steps - 1, t->about.instructions, t->about.workers);
         mk_trace_print(r, stdout);
-        if (prompt) rc = print_cost(r, &l, &err);
+        if (ctx) rc = print_cost(r, &l, &err);
         if (!rc && out && !(rc = write_file(out, r, a, &err))) printf("\nwritten to %s: open it in ui.perfetto.dev\n", out);
     }
     mk_trace_report_free(&r);

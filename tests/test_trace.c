@@ -292,7 +292,7 @@ static void test_command(void **state)
     fflush(stdout);
     int keep = dup(1);
     assert_non_null(freopen(table, "w", stdout));
-    int rc = mkctl_trace(9, (char *[]){"trace", "--socket-dir", g.dir, "--steps", "3", "--prompt", "12", "-o", path, NULL});
+    int rc = mkctl_trace(9, (char *[]){"trace", "--socket-dir", g.dir, "--steps", "3", "--ctx", "12", "-o", path, NULL});
     fflush(stdout);
     dup2(keep, 1);
     close(keep);

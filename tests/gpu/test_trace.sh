@@ -6,13 +6,13 @@ cd "$(dirname "$0")/../.." || exit 2
 OUT=${OUT:-$(mktemp -d)}
 MODEL=${MODEL:-tests/english/checkpoint}
 S=$(mktemp -d)
-"$BUILD/mkd" --device gpu --model "$MODEL" ${SYNTHETIC:+--synthetic yes --weights "$SYNTHETIC"} --socket-dir "$S" --context 4096 --streams 1 >"$S/out" 2>"$S/err" &
+"$BUILD/mkd" --device gpu --model "$MODEL" ${SYNTHETIC:+--synthetic yes --weights "$SYNTHETIC"} --socket-dir "$S" --context 4096 --streams 1 --bench yes >"$S/out" 2>"$S/err" &
 P=$!
 for _ in $(seq 1200); do grep -qs ready "$S/out" && break; kill -0 $P 2>/dev/null || break; sleep 0.05; done
 bad=0
-timeout 60 "$BUILD/mkctl" trace --socket-dir "$S" --steps 3 --prompt 256 -o "$S/t.json" >"$S/table" || bad=1
+timeout 60 "$BUILD/mkctl" trace --socket-dir "$S" --steps 3 --ctx 256 -o "$S/t.json" >"$S/table" || bad=1
 for _ in 1 2 3 4 5; do
-    timeout 60 "$BUILD/mkctl" trace --socket-dir "$S" --steps 40 --prompt 256 | grep '^cost of tracing' || bad=1
+    timeout 60 "$BUILD/mkctl" trace --socket-dir "$S" --steps 40 --ctx 256 | grep '^cost of tracing' || bad=1
 done | tee "$S/cost"
 kill -TERM $P
 wait $P || bad=1
