@@ -67,6 +67,9 @@ def figures(parts):
     if q:
         line("idle: submit entry to first instruction, us p50 / p99", [q["begin_us"]["p50"], q["begin_us"]["p99"]], q["begin_us"]["p50"] <= 5 and q["begin_us"]["p99"] <= 20)
         line("token to polling thread, us p50", q["token_us"]["p50"], q["token_us"]["p50"] <= 5)
+    e = parts.get("trace", {}).get("trace.json")
+    if e:
+        line("trace: every instruction once a step, traced / untraced step time", [e["every_instruction_once"], e["ratio"]], e["ok"])
     for tool in ("memcheck", "racecheck"):
         if tool in parts:
             f = parts[tool].get("sanitizer", {})
