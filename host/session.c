@@ -40,9 +40,9 @@ int mk_session_open(const mk_session_config *c, mk_session **out, mk_err *err)
     mk_twin_config tc = {.slots = slots, .context = context, .epoch0 = c->epoch0, .sweep = c->sweep};
     r->slots = slots;
     if ((rc = mk_model_read(c->dir, &r->model, err)) || (rc = mk_checkpoint_open(c->dir, &ck, err)) ||
-        (r->model->lm_head_mode = (uint8_t)c->lm_head, rc = mk_model_resolve(r->model, ck, c->weights, err)) || (rc = mk_plan_make(r->model, &pc, &r->plan, err)) ||
+        (r->model->lm_head_mode = (uint8_t)c->lm_head, rc = mk_model_resolve(r->model, ck, c->preset ? c->preset->weights : c->weights, err)) || (rc = mk_plan_make(r->model, &pc, &r->plan, err)) ||
         (rc = mk_validate(r->plan->prog, NULL, err)) || (rc = mk_twin_new(r->plan->prog, &tc, &r->twin, err)) ||
-        (rc = mk_pack(r->plan, ck, mk_twin_memory(r->twin), err))) {
+        (ck && (rc = mk_pack(r->plan, ck, mk_twin_memory(r->twin), err)))) {
         mk_checkpoint_close(&ck);
         mk_session_close(&r);
         return rc;

@@ -4,10 +4,13 @@
 #define MK_SESSION_H
 
 #include "host/planner.h"
+#include "host/preset.h"
 #include "megakernel/twin.h"
 
 typedef struct mk_session_config {
     const char *dir; /* checkpoint */
+    const mk_preset *preset;         /* instead of dir: weights are left zero, for the caller to fill (mk_twin_memory) */
+    uint32_t layers;                /* of the preset, the first so many; 0: all */
     enum mk_weights_mode weights;
     enum mk_lm_head_mode lm_head;
     uint32_t workers, slots, context, epoch0; /* 0: 8, 1, 1024 and 0 */

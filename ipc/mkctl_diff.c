@@ -16,6 +16,7 @@
 
 #ifdef MK_CUDA
 #include "host/compare.h"
+#include "host/synth.h"
 #include "host/version.h"
 #include "megakernel/gpu.h"
 
@@ -400,6 +401,14 @@ static int find_spoiled(diff *d, mk_err *err)
     return mk_fail(err, MK_E_USAGE, "--spoil %.40s: that is a %s, only a GEMV can be spoiled", d->cfg->spoil, mk_opcode_name(d->p->insn[d->spoil].opcode));
 }
 
+/* The same weights on both: a checkpoint's, or synthetic ones made on the GPU. */
+static int weights(diff *d, const mk_session_config *base, mk_err *err)
+{
+    if (!base->preset) return mk_gpu_upload(d->gpu, d->twin, err);
+    int rc = mk_synthesize(d->s->plan, d->gpu, err);
+    return rc ? rc : mk_gpu_download(d->gpu, d->twin, err);
+}
+
 int mkctl_diff_gpu(const mk_session_config *base, const mkctl_diff_config *cfg, mk_err *err)
 {
     diff *d = calloc(1, sizeof *d);
@@ -418,8 +427,8 @@ int mkctl_diff_gpu(const mk_session_config *base, const mkctl_diff_config *cfg, 
         if (cfg->ids[i] >= d->s->model->vocab)
             rc = mk_fail(err, MK_E_USAGE, "token %u: id %u is outside the vocabulary of %u", i, cfg->ids[i], d->s->model->vocab);
     if (!rc && !(rc = find_spoiled(d, err)) && !(rc = make_levels(d, err)) && !(rc = allocate(d, err)) && !(rc = mk_gpu_new(d->p, &gc, &d->gpu, err)) &&
-        !(rc = mk_gpu_upload(d->gpu, d->twin, err)) && !(rc = all_steps(d, err)))
-        rc = report(d, &info, base->dir, err);
+        !(rc = weights(d, base, err)) && !(rc = all_steps(d, err)))
+        rc = report(d, &info, base->preset ? base->preset->name : base->dir, err);
     mk_gpu_destroy(&d->gpu);
     mk_memory *m[3] = {&d->before, &d->got, &d->start};
     for (int k = 0; k < 3; k++)
@@ -442,10 +451,12 @@ int mkctl_diff(int argc, char **argv)
     mk_session_config c = {0};
     mkctl_diff_config d = {.tolerance = 0.1, .max_new = 4};
     int strict = 0;
-    const char *text = NULL;
+    const char *text = NULL, *preset = NULL;
     const mkctl_flag flags[] = {
         {"--ids", MKCTL_TEXT, &text, "tokens to run, 1,2,3"},
         {"--max-new", MKCTL_U32, &d.max_new, "tokens to generate after them (GPU)"},
+        {"--preset", MKCTL_TEXT, &preset, "instead of a checkpoint: a published configuration with synthetic weights"},
+        {"--layers", MKCTL_U32, &c.layers, "of the preset, the first so many; 0: all"},
         {"--workers", MKCTL_U32, &c.workers, "workers; 0: the GPU's SMs, with --strict 8"},
         {"--tolerance", MKCTL_REAL, &d.tolerance, "of a whole step on its own intermediate values, in RMS of a vector"},
         {"--strict", MKCTL_SET, &strict, "no GPU: the twin in default precision against the twin in act=f32"},
@@ -455,7 +466,9 @@ int mkctl_diff(int argc, char **argv)
     size_t given = 0;
     int rc = mkctl_flags(argc, argv, flags, sizeof flags / sizeof flags[0], &c.dir, 1, &given);
     if (rc) return rc < 0 ? MK_OK : rc;
-    if (!given) return mkctl_usage("diff: name a checkpoint directory");
+    if (preset && !(c.preset = mk_preset_find(preset))) return mkctl_usage("diff: --preset %.60s: known are %s", preset, mk_preset_names());
+    if (!given == !c.preset) return mkctl_usage("diff: name a checkpoint directory or a --preset, not both");
+    if (c.preset && strict) return mkctl_usage("diff: --strict needs a checkpoint: synthetic weights are made on a GPU");
     if (!text) return mkctl_usage("diff: --ids: name the tokens to run");
     uint32_t *ids = NULL, n = 0;
     mk_err err = {0};

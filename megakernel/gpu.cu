@@ -427,6 +427,18 @@ int mk_gpu_upload(mk_gpu *g, const mk_memory *host, mk_err *err)
     return MK_OK;
 }
 
+int mk_gpu_download(mk_gpu *g, mk_memory *host, mk_err *err)
+{
+    const mk_program_info *i = &g->prog->info;
+    cudaError_t e;
+    if ((e = cudaMemcpy(host->tape, g->args.tape, i->tape_bytes, cudaMemcpyDeviceToHost)) ||
+        (e = cudaMemcpy(host->expert, g->args.expert, i->expert_bytes, cudaMemcpyDeviceToHost)) ||
+        (e = cudaMemcpy(host->embed, g->args.embed, i->embed_bytes, cudaMemcpyDeviceToHost)) ||
+        (e = cudaMemcpy(host->param, g->args.param, i->param_floats * 4, cudaMemcpyDeviceToHost)))
+        return cuda_fail(err, e, "downloading weights");
+    return MK_OK;
+}
+
 void mk_gpu_weights(const mk_gpu *g, mk_memory *device)
 {
     device->tape = (uint8_t *)g->args.tape;

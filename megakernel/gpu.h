@@ -52,6 +52,8 @@ int mk_gpu_probe(int device, mk_gpu_info *info, mk_err *err);
 int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **g, mk_err *err);
 /* Copies tape, expert, embed and param of a packed host memory to the device. */
 int mk_gpu_upload(mk_gpu *g, const mk_memory *host, mk_err *err);
+/* The other way, for weights that were made on the device; before the start. */
+int mk_gpu_download(mk_gpu *g, mk_memory *host, mk_err *err);
 /* Where these four regions are on the device; the other fields of *device are not touched. For kernels that make weights in place. */
 void mk_gpu_weights(const mk_gpu *g, mk_memory *device);
 /* Where every region is: device memory, but for slot and token (pinned). `local` is the image that mk_gpu_once works on, NULL before the first load. */
