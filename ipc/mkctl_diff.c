@@ -449,7 +449,7 @@ int mkctl_diff_gpu(const mk_session_config *base, const mkctl_diff_config *cfg, 
 int mkctl_diff(int argc, char **argv)
 {
     mk_session_config c = {0};
-    mkctl_diff_config d = {.tolerance = 0.1, .max_new = 4};
+    mkctl_diff_config d = {.tolerance = 0.2, .max_new = 4};
     int strict = 0;
     const char *text = NULL, *preset = NULL;
     const mkctl_flag flags[] = {

@@ -161,6 +161,7 @@ static void down_feed(mk_case *c, const void *arg)
 
 #define R(...) route_make, route_feed, &(const expert_arg){__VA_ARGS__}, 0
 #define U(...) up_make, up_feed, &(const expert_arg){__VA_ARGS__}, 0
+#define UW(W, ...) up_make, up_feed, &(const expert_arg){__VA_ARGS__}, W
 #define D(...) down_make, down_feed, &(const expert_arg){__VA_ARGS__}, 0
 #define SIG  .score = MK_SCORE_SIGMOID, .renorm = 1, .bias = 1
 #define SOFT .score = MK_SCORE_SOFTMAX, .renorm = 1
@@ -182,6 +183,8 @@ const case_spec expert_cases[] = {
     {"EXPERT_UP", "fp8 64 experts, k 2048, inter 1408 in 22", U(.experts = 64, .topk = 6, SIG, .wtype = FP8, .k = 2048, .inter = 1408, .T = 22, .alias = 2)},
     {"EXPERT_UP", "bf16 16 experts, k 512, inter 96 in 22", U(.experts = 16, .topk = 6, SIG, .wtype = BF16, .k = 512, .inter = 96, .T = 22)},
     {"EXPERT_UP", "fp8 8 experts, top 1, one slice of 64", U(.experts = 8, .topk = 1, SOFT, .wtype = FP8, .k = 320, .inter = 64, .T = 1)},
+    {"EXPERT_UP", "fp8 64 experts, inter 300 in 22, 132 workers", UW(132, .experts = 64, .topk = 6, SIG, .wtype = FP8, .k = 256, .inter = 300, .T = 22)},
+    {"EXPERT_UP", "fp8 16 experts, inter 150 in 19, 7 workers", UW(7, .experts = 16, .topk = 4, SIG, .wtype = FP8, .k = 128, .inter = 150, .T = 19)},
     {"EXPERT_DOWN", "fp8 7 experts, inter 40, 5|6|7 rows", D(.experts = 7, .topk = 3, SIG, .wtype = FP8, .k = 40, .T = 4, .n = {5, 6, 7}, .row0 = 120)},
     {"EXPERT_DOWN", "fp8 12 experts, inter 300, 1|2|127, local", D(.experts = 12, .topk = 4, SIG, .wtype = FP8, .k = 300, .T = 5, .n = {1, 2, 127}, .row0 = 126, .local = 1)},
     {"EXPERT_DOWN", "fp8 256 experts, inter 1024, 17|18|17, local", D(.experts = 256, .topk = 8, SIG, .wtype = FP8, .k = 1024, .T = 17, .n = {17, 18, 17}, .row0 = 115, .local = 1, .alias = 1)},

@@ -110,7 +110,7 @@ const case_wrong case_wrongs[] = {
     {"another epsilon", &matrix_cases[34], head_eps},
     {"bias dropped", &expert_cases[1], drop_bias},
     {"expert memory off by 128 bytes", &expert_cases[12], up_other_slice},
-    {"scale segment shifted by 3 rows", &expert_cases[18], down_phase},
+    {"scale segment shifted by 3 rows", &expert_cases[20], down_phase},
     {"filter off by one tap", &state_cases[0], conv_state},
     {"beta of the next head", &state_cases[3], delta_gate},
     {"keys not rotated", &attention_cases[0], no_rotation},

@@ -8,7 +8,7 @@
 #include "host/compare.h"
 
 #define CASE_STREAMS 9u /* slots: logical row i of a case is stream i; one more state slot */
-#define CASE_INSNS   256u
+#define CASE_INSNS   320u
 
 typedef struct mk_case {
     mk_program prog;
