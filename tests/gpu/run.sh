@@ -36,9 +36,9 @@ part opcodes 120 "$T/test_opcodes"                               # every opcode 
 part setup 120 "$T/test_setup"                                   # packing and derived weights on the GPU
 part tear 60 bash -c 'to tear.json "$T/tear"'                    # 10^9 packets under a full stream
 part latency 60 bash -c 'to latency.json "$T/latency"'           # idle to first instruction, token to polling thread
-part trace 120 tests/gpu/test_trace.sh                           # every instruction in it; what tracing costs
-SECONDS_SOAK=${SOAK:-60} part residency $((${SOAK:-60} + 90)) tests/gpu/test_residency.sh # launches and driver calls between READY and shutdown, over a soak
-part inject 180 tests/gpu/test_daemon_gpu.sh                     # hangs: named, survived
+part trace 120 bash tests/gpu/test_trace.sh                      # every instruction in it; what tracing costs
+SECONDS_SOAK=${SOAK:-60} part residency $((${SOAK:-60} + 90)) bash tests/gpu/test_residency.sh # launches and driver calls between READY and shutdown, over a soak
+part inject 180 bash tests/gpu/test_daemon_gpu.sh                     # hangs: named, survived
 part memcheck 300 bash -c 'sanitize memcheck'
 part racecheck 300 bash -c 'sanitize racecheck'
 
