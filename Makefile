@@ -47,7 +47,7 @@ else
 LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
 $(BUILD)/host/machine_gpu.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
-tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/latency
+tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
 	@mkdir -p $(@D)
@@ -113,6 +113,10 @@ $(BUILD)/tests/gpu/test_opcodes: $(BUILD)/tests/gpu/test_opcodes.o $(OPCASES) $(
 $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
+
+$(BUILD)/profiles/baseline: $(BUILD)/profiles/baseline.o $(BUILD)/libmk.a
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 
 deps:
 	@missing=$$(for p in $(DEPS); do dpkg-query -W -f '$${db:Status-Status}' $$p 2>/dev/null | grep -qx installed || echo $$p; done); \

@@ -99,10 +99,11 @@ static json_t *report(const mk_client_info *a, sample *q, uint32_t n, uint32_t t
 
 /* One context and number of rows; the report or NULL. Clocks: of before and after, ownership stays. */
 static json_t *pinned_report(const mk_client_info *a, const mk_measured *m, const mk_pinned *q, mk_pinned_result *r, json_t *before, json_t *after,
-                             double baseline_ms)
+                             const json_t *baseline)
 {
     char date[32];
     double sum = 0;
+    const int same = json_integer_value(json_object_get(baseline, "ctx")) == q->context && json_integer_value(json_object_get(baseline, "rows")) == q->rows;
     for (uint32_t i = 0; i < q->steps; i++) sum += r->step_ms[i];
     double p50 = mkctl_quantile(r->step_ms, q->steps, 0.5), p99 = mkctl_quantile(r->step_ms, q->steps, 0.99);
     double p999 = mkctl_quantile(r->step_ms, q->steps, 0.999), bytes = mk_bytes_step(&m->bytes, q->rows, q->context), rate = bytes / p50 * 1e-6;
@@ -121,25 +122,29 @@ static json_t *pinned_report(const mk_client_info *a, const mk_measured *m, cons
     json_object_set_new(j, "ceiling_gb_s", m->ceiling_gb_s > 0 ? json_real(m->ceiling_gb_s) : json_null());
     json_object_set_new(j, "fraction", m->ceiling_gb_s > 0 ? json_real(rate / m->ceiling_gb_s) : json_null());
     json_object_set_new(j, "launches", json_integer((json_int_t)m->launches));
-    json_object_set_new(j, "baseline_graph_ms", baseline_ms > 0 && q->rows == 1 ? json_real(baseline_ms) : json_null());
+    json_object_set_new(j, "baseline_graph_ms", same ? json_real(json_number_value(json_object_get(baseline, "graph_ms"))) : json_null());
     json_object_set_new(j, "prompt_tok_s", r->prompt_tok_s > 0 ? json_real(r->prompt_tok_s) : json_null()); /* client clock, 8 rows a step */
     json_object_set_new(j, "clocks", json_pack("{s:O,s:O}", "before", before, "after", after));
     json_object_set_new(j, "routing_seed", json_integer((json_int_t)q->seed));
+    json_object_set_new(j, "sampling", q->temperature > 0 ? json_pack("{s:f,s:f}", "temperature", (double)q->temperature, "top_p", (double)q->top_p) : json_string("greedy"));
     json_object_set_new(j, "commit", json_string(a->build));
     json_object_set_new(j, "date", json_string(date));
     return j;
 }
 
 /* Measures every context with every number of rows; one line each on stdout, one file each in `out` (NULL: the JSON on stdout instead). */
-static int pinned(mk_client *c, const uint32_t *ctx, uint32_t n_ctx, const uint32_t *rows, uint32_t n_rows, uint32_t steps, uint64_t seed, const char *out,
-                  double baseline_ms, mk_err *err)
+static int pinned(mk_client *c, const uint32_t *ctx, uint32_t n_ctx, const uint32_t *rows, uint32_t n_rows, const mk_pinned *like, const char *out,
+                  const json_t *baseline, mk_err *err)
 {
     const mk_client_info *a = mk_client_about(c);
     mk_measured m;
     int rc = mk_measure_about(c, &m, err);
     json_t *before = mk_measure_clocks(), *after;
     for (uint32_t i = 0; i < n_ctx * n_rows && !rc; i++) {
-        mk_pinned q = {.context = ctx[i / n_rows], .rows = rows[i % n_rows], .steps = steps, .seed = seed, .prompt = i % n_rows ? 0 : PROMPT};
+        mk_pinned q = *like;
+        q.context = ctx[i / n_rows];
+        q.rows = rows[i % n_rows];
+        q.prompt = i % n_rows ? 0 : PROMPT;
         mk_pinned_result r;
         if (n_ctx > 1 && mk_pinned_context(&q) > a->welcome.context) {
             fprintf(stderr, "mkctl bench: left out: context %u needs a stream of %u tokens, the limit of a stream is %u\n", q.context, mk_pinned_context(&q),
@@ -149,7 +154,7 @@ static int pinned(mk_client *c, const uint32_t *ctx, uint32_t n_ctx, const uint3
         rc = mk_measure_pinned(c, &q, &r, err);
         after = mk_measure_clocks();
         if (!rc) rc = mk_measure_about(c, &m, err); /* launches: as of now */
-        json_t *j = rc ? NULL : pinned_report(a, &m, &q, &r, before, after, baseline_ms);
+        json_t *j = rc ? NULL : pinned_report(a, &m, &q, &r, before, after, baseline);
         if (!rc && !j) rc = mk_fail(err, MK_E_SYSTEM, "out of memory");
         if (!rc && out) {
             char path[4096];
@@ -176,11 +181,15 @@ static int pinned(mk_client *c, const uint32_t *ctx, uint32_t n_ctx, const uint3
     return rc;
 }
 
-static int bench_pinned(const char *dir, const char *ctx_text, const char *rows_text, uint32_t steps, uint64_t seed, const char *out, double baseline_ms)
+static int bench_pinned(const char *dir, const char *ctx_text, const char *rows_text, const mk_pinned *like, const char *out, const char *baseline_file)
 {
     mk_err err = {0};
     uint32_t *ctx = NULL, *rows = NULL, n_ctx = 0, n_rows = 0;
     mk_client *c = NULL;
+    json_error_t why;
+    json_t *baseline = baseline_file ? json_load_file(baseline_file, 0, &why) : NULL;
+    if (baseline_file && !json_is_number(json_object_get(baseline, "graph_ms")))
+        return mkctl_usage("bench: --baseline: %s: expected the JSON of profiles/baseline (%s)", baseline_file, baseline ? "no graph_ms" : why.text);
     int rc = mkctl_parse_ids(ctx_text, &ctx, &n_ctx, &err);
     if (!rc) rc = mkctl_parse_ids(rows_text, &rows, &n_rows, &err);
     for (uint32_t i = 0; i < n_ctx && !rc; i++)
@@ -189,29 +198,31 @@ static int bench_pinned(const char *dir, const char *ctx_text, const char *rows_
         if (!rows[i] || rows[i] > 8) rc = mk_fail(&err, MK_E_USAGE, "--rows: expected 1 to 8, found %u", rows[i]);
     if (!rc && !n_ctx) rc = mk_fail(&err, MK_E_USAGE, "--ctx: expected a context");
     if (!rc && !n_rows) rc = mk_fail(&err, MK_E_USAGE, "--rows: expected a number of rows");
-    if (!rc && (steps < 2 || steps > 10000000)) rc = mk_fail(&err, MK_E_USAGE, "--steps: expected 2 to 10000000, found %u", steps);
+    if (!rc && (like->steps < 2 || like->steps > 10000000)) rc = mk_fail(&err, MK_E_USAGE, "--steps: expected 2 to 10000000, found %u", like->steps);
     if (!rc && !(c = mk_client_new(dir, "mkctl bench", 5000, &err))) rc = err.code;
-    if (!rc) rc = pinned(c, ctx, n_ctx, rows, n_rows, steps, seed, out, baseline_ms, &err);
+    if (!rc) rc = pinned(c, ctx, n_ctx, rows, n_rows, like, out, baseline, &err);
     mk_client_destroy(&c);
     free(ctx);
     free(rows);
+    json_decref(baseline);
     return rc ? mkctl_failed("bench", &err) : MK_OK;
 }
 
 int mkctl_bench(int argc, char **argv)
 {
-    const char *dir = mkctl_default_dir(), *out = NULL, *ctx = NULL, *rows = "1", *out_dir = NULL;
-    uint32_t steps = 2000;
-    uint64_t seed = 1;
-    double baseline_ms = 0;
+    const char *dir = mkctl_default_dir(), *out = NULL, *ctx = NULL, *rows = "1", *out_dir = NULL, *baseline = NULL;
+    mk_pinned like = {.steps = 2000, .seed = 1};
+    double temperature = 0, top_p = 1;
     uint32_t tokens = 256, n = 32, repeat = 5, warmup = 1;
     const mkctl_flag flag[] = {{"--socket-dir", MKCTL_TEXT, &dir, "the daemon's sockets"},
                                {"--ctx", MKCTL_TEXT, &ctx, "pinned positions: contexts, e.g. 512,2048 (needs mkd --bench yes); without it a generation as a client sees it:"},
                                {"--rows", MKCTL_TEXT, &rows, "with --ctx: tokens of one stream in a step, e.g. 1,2,4,8"},
-                               {"--steps", MKCTL_U32, &steps, "with --ctx: steps to measure"},
-                               {"--seed", MKCTL_U64, &seed, "with --ctx: of the random token ids, and so of the experts' routes"},
+                               {"--steps", MKCTL_U32, &like.steps, "with --ctx: steps to measure"},
+                               {"--seed", MKCTL_U64, &like.seed, "with --ctx: of the random token ids, and so of the experts' routes"},
+                               {"--temperature", MKCTL_REAL, &temperature, "with --ctx: of the sampling; 0: greedy"},
+                               {"--top-p", MKCTL_REAL, &top_p, "with --ctx and --temperature"},
                                {"--out-dir", MKCTL_TEXT, &out_dir, "with --ctx: write MODEL-ctxN-rowsR.json there and a line each to stdout"},
-                               {"--baseline-ms", MKCTL_REAL, &baseline_ms, "with --ctx: the CUDA graph's time of the same run (profiles/baseline), noted in the JSON"},
+                               {"--baseline", MKCTL_TEXT, &baseline, "with --ctx: JSON of profiles/baseline from the same run; its graph's time is noted where context and rows are the same"},
                                {"--tokens", MKCTL_U32, &tokens, "tokens to generate"},
                                {"--prompt", MKCTL_U32, &n, "tokens of the prompt"},
                                {"--repeat", MKCTL_U32, &repeat, "repetitions"},
@@ -219,7 +230,9 @@ int mkctl_bench(int argc, char **argv)
                                {"--out", MKCTL_TEXT, &out, "write the JSON to this file too"}};
     int rc = mkctl_flags(argc, argv, flag, sizeof flag / sizeof flag[0], NULL, 0, NULL);
     if (rc) return rc < 0 ? MK_OK : rc;
-    if (ctx) return bench_pinned(dir, ctx, rows, steps, seed, out_dir, baseline_ms);
+    like.temperature = (float)temperature;
+    like.top_p = (float)top_p;
+    if (ctx) return bench_pinned(dir, ctx, rows, &like, out_dir, baseline);
     if (tokens < 2 || tokens > 10000000) return mkctl_usage("bench: --tokens: expected 2 to 10000000, found %u", tokens);
     if (!n || n > 10000000) return mkctl_usage("bench: --prompt: expected 1 to 10000000, found %u", n);
     if (!repeat || repeat > 100000 || (uint64_t)repeat * tokens > 100000000)

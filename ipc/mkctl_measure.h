@@ -13,6 +13,7 @@ typedef struct mk_pinned {
     uint32_t steps;   /* that count; a few before them do not */
     uint32_t prompt;  /* tokens of a prompt at that position, for its speed; 0: none */
     uint64_t seed;    /* of the random token ids, and so of the routes */
+    float temperature, top_p; /* 0: greedy */
 } mk_pinned;
 
 typedef struct mk_pinned_result {
@@ -20,7 +21,7 @@ typedef struct mk_pinned_result {
     double prompt_tok_s;    /* client clock; 0: not measured */
 } mk_pinned_result;
 
-/* One stream, alone on the daemon; greedy. The stream needs a context of mk_pinned_context(q). */
+/* One stream, alone on the daemon. The stream needs a context of mk_pinned_context(q). */
 int mk_measure_pinned(mk_client *c, const mk_pinned *q, mk_pinned_result *r, mk_err *err);
 uint32_t mk_pinned_context(const mk_pinned *q);
 

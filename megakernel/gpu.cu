@@ -26,7 +26,7 @@ struct mk_gpu {
     mk_gpu_config cfg;
     int device;
     mk_gpu_args args;
-    mk_alloc alloc[48];
+    mk_alloc alloc[96];
     int n_alloc;
     cudaStream_t run, copy;
     cudaEvent_t left, copied; /* made before the launch: recording and asking is all that happens to them afterwards */
@@ -245,10 +245,10 @@ static void *uploaded(mk_gpu *g, const char *what, const void *src, uint64_t byt
 }
 
 /* Instructions and queues, the static tapes as the loaders see them, and the instructions that the expert loaders walk. */
-static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, mk_gpu_args *a, mk_err *err)
+static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, uint32_t sets, mk_gpu_args *a, mk_err *err)
 {
     const mk_program *p = g->prog;
-    uint32_t W = p->info.workers, n_insn = queue[W], n_seg = 0, n_expert = 0;
+    uint32_t workers = p->info.workers, W = sets * workers, n_insn = queue[W], n_seg = 0, n_expert = 0;
     mk_tape_seg *seg = (mk_tape_seg *)calloc(n_insn + 1, sizeof *seg);
     uint32_t *expert = (uint32_t *)calloc(n_insn + 1, 4), *first = (uint32_t *)calloc(2 * (W + 1), 4), *efirst = first + W + 1;
     if (!seg || !expert || !first) {
@@ -266,7 +266,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             uint32_t rows = lm ? in->lm_head.n : v->n * halves, kk = lm ? in->lm_head.k : v->k, nsegs = lm ? in->lm_head.nseg : v->nseg * halves;
             uint32_t scale_k = lm ? MK_SCALE_ROWS : v->scale_k, planes = !lm && v->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
             mk_tape_seg *s = &seg[n_seg++];
-            s->off = p->tape_base[w] + in->tape_off;
+            s->off = p->tape_base[w % workers] + in->tape_off;
             s->scales = (uint32_t)mk_segment_scale_bytes(wtype, kk, nsegs, scale_k);
             s->kb_bytes = rows * MK_KBLOCK_BYTES;
             s->nkb = (uint16_t)((kk + mk_kblock_values(wtype) - 1) / mk_kblock_values(wtype));
@@ -371,7 +371,7 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->heartbeat = g->heartbeat;
     a->timeout_ns = (uint64_t)(g->cfg.timeout_ms ? g->cfg.timeout_ms : 2000) * 1000000u;
     int rc = upload_vectors(g, err);
-    return rc ? rc : upload_queues(g, p->insn, p->queue, a, err);
+    return rc ? rc : upload_queues(g, p->insn, p->queue, 1, a, err);
 }
 
 int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_err *err)
@@ -509,7 +509,7 @@ static cudaError_t reset_exchange(mk_gpu *g, uint32_t epoch0)
     return wait_copied(g);
 }
 
-int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err)
+static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
 {
     mk_gpu_args *a = &g->args;
     uint32_t slots = g->cfg.slots;
@@ -532,17 +532,34 @@ int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err)
     memset(g->heartbeat, 0, MK_HEARTBEAT_BYTES);
     g->event_read[0] = 0;
     cudaError_t e;
-    void *arg[1] = {a};
     if ((e = cudaSetDevice(g->device)) || (e = reset_exchange(g, epoch0)) || (e = cudaMemset(a->counter, 0, 4ull * g->prog->info.n_counter)) ||
         (e = cudaMemset(a->step_ring, 0, (size_t)MK_STEP_RING * MK_STEP_PACKETS * 16)) || (e = cudaMemset(a->abort, 0, 4)) ||
         (e = cudaMemset(a->position, 0, 4ull * g->prog->info.workers)) ||
         (e = cudaMemset(g->st, 0, slots * (sizeof(mk_sched_slot) + 4))) || (e = cudaMemcpy(g->sched, &s, sizeof s, cudaMemcpyHostToDevice)) ||
-        (e = cudaDeviceSynchronize()) ||
-        (e = cudaLaunchKernel(mk_kernel_entry(), dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) ||
-        (e = cudaEventRecord(g->left, g->run)))
+        (e = cudaDeviceSynchronize()))
+        return cuda_fail(err, e, "starting the kernel");
+    return MK_OK;
+}
+
+int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err)
+{
+    cudaError_t e;
+    void *arg[1] = {&g->args};
+    int rc = reset(g, epoch0, err);
+    if (rc) return rc;
+    if ((e = cudaLaunchKernel(mk_kernel_entry(), dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) || (e = cudaEventRecord(g->left, g->run)))
         return cuda_fail(err, e, "starting the kernel");
     g->running = 1;
     return MK_OK;
+}
+
+int mk_gpu_prepare(mk_gpu *g, uint32_t epoch0, const mk_insn *insn, const uint32_t *queue, uint32_t sets, mk_gpu_args *args, uint32_t *smem, mk_err *err)
+{
+    if (g->running) return mk_fail(err, MK_E_BUG, "preparing: the kernel is resident");
+    int rc = reset(g, epoch0, err);
+    *args = g->args;
+    *smem = g->smem;
+    return rc ? rc : upload_queues(g, insn, queue, sets, args, err);
 }
 
 /* The kernel has left or the time is over. */
@@ -626,7 +643,7 @@ int mk_gpu_once(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, const mk_
     if (rc) return rc;
     const mk_gpu_args kept = g->args;
     int first = g->n_alloc;
-    rc = upload_queues(g, insn, queue, &g->args, err);
+    rc = upload_queues(g, insn, queue, 1, &g->args, err);
     cudaError_t e = cudaSuccess;
     void *arg[1] = {&g->args};
     if (!rc) {

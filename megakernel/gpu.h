@@ -62,6 +62,10 @@ void mk_gpu_memory(const mk_gpu *g, mk_memory *device);
 int mk_gpu_upload_params(mk_gpu *g, const float *values, uint64_t at, uint64_t n, mk_err *err);
 /* Resets rings, exchange and schedule and launches the kernel. Publications carry epochs above epoch0: after an earlier run, above all that it used. */
 int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err);
+/* The same, but for the launch: somebody else's kernels will run (megakernel/baseline.cu). `sets` times the workers' queues, one set after the other, are
+ * uploaded (they stay until mk_gpu_destroy); *args is for the first set, of the next ones queue, seg_first and expert_first stand `workers` entries further. */
+struct mk_gpu_args;
+int mk_gpu_prepare(mk_gpu *g, uint32_t epoch0, const mk_insn *insn, const uint32_t *queue, uint32_t sets, struct mk_gpu_args *args, uint32_t *smem, mk_err *err);
 
 /* Set-up and tests, while the kernel is not resident. Copy regions of the program's sizes between a host's memory and the device; PAGE: page tables
  * [slots][max_pages] and slots. */

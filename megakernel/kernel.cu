@@ -8,6 +8,7 @@
  * On abort every wait falls through; the compute warps finish what they were fed (with what is there: rows of an aborted step are void)
  * and leave together, because it is the controller who tells them to. */
 #include "megakernel/kernel.h"
+#include "megakernel/phased.cuh"
 
 #include "instructions/combine.cuh"
 #include "instructions/conv_step.cuh"
@@ -65,8 +66,10 @@ MK_DEV void compute(const mk_gpu_args *a)
 
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
     uint32_t first = a->queue[d.worker], end = a->queue[d.worker + 1];
-    if (d.warp == 0 && end > first && a->insn[end - 1].opcode == MK_OP_SCHEDULE) mk_schedule_next(a, d.lane);
+    if (!MK_ONE_STEP && d.warp == 0 && end > first && a->insn[end - 1].opcode == MK_OP_SCHEDULE) mk_schedule_next(a, d.lane);
 
+    mk_phase_wait();
+    mk_phase_carry(a, false);
     for (uint32_t n = 0;; n++) {
         uint32_t slot = n % MK_INSN_RING, parity = n / MK_INSN_RING & 1;
         while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), parity)) {}
@@ -88,7 +91,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_EXPERT_DOWN: mk_expert_down_run(&d); break;
         case MK_OP_SAMPLE: mk_sample_run(&d); break;
         case MK_OP_SCHEDULE: mk_schedule_run(&d); break;
-        default: return;
+        default: mk_phase_carry(a, true); return;
         }
         mk_trace_end(&d);
         __syncwarp();
@@ -125,11 +128,11 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->queue[worker], end = a->queue[worker + 1];
     uint32_t fed = 0; /* instructions so far */
     bool leave = first == end;
-    for (uint32_t seq = 0; !leave; seq++) {
+    for (uint32_t seq = MK_ONE_STEP ? sh->step.seq : 0; !leave; seq++) {
         /* the compute warps may still read the last descriptor */
         for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++)
             while (!mk_mbar_try(mk_smem(&sh->insn_empty[i % MK_INSN_RING]), i / MK_INSN_RING & 1)) {}
-        if (!step_receive(a, sh, seq, lane)) break;
+        if (MK_ONE_STEP ? !sh->step.nrows : !step_receive(a, sh, seq, lane)) break;
         if (lane == 0) sh->logits[seq & 3] = (seq + 1) * 2 + (sh->step.any_logits != 0);
         for (uint32_t i = first; i < end; i++, fed++) {
             uint32_t slot = fed % MK_INSN_RING;
@@ -149,12 +152,13 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
                 mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
             }
         }
+        if (MK_ONE_STEP) break;
     }
     uint32_t slot = fed % MK_INSN_RING;
     if (fed >= MK_INSN_RING)
         while (!mk_mbar_try(mk_smem(&sh->insn_empty[slot]), (fed / MK_INSN_RING & 1) ^ 1)) {}
     if (lane == 0) {
-        sh->leave = 1;
+        if (!MK_ONE_STEP || leave || !sh->step.nrows) sh->leave = 1; /* else the loaders leave by themselves */
         sh->insn[slot].opcode = MK_OP_LEAVE;
         mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
     }
@@ -214,16 +218,17 @@ MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh)
     const uint32_t worker = blockIdx.x, first = a->seg_first[worker], end = a->seg_first[worker + 1];
     mk_feed f = {mk_smem(sh->full[MK_TAPE]), mk_smem(sh->empty[MK_TAPE]), mk_smem(mk_stages(MK_TAPE)), a->static_stages, 0, 0, mk_evict_first(), sh};
     bool on = first < end;
-    for (uint32_t seq = 0; on; seq++)
+    for (uint32_t seq = 0; on && !(MK_ONE_STEP && seq); seq++)
         for (uint32_t i = first; i < end && on; i++) {
             const mk_tape_seg s = a->seg[i];
-            if (s.lm_head) { /* only now does it matter what the step is */
+            if (s.lm_head && !MK_ONE_STEP) { /* only now does it matter what the step is */
                 uint32_t seen;
                 while ((seen = sh->logits[seq & 3]) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !sh->leave;
                 if (!on || !(seen & 1)) continue;
             }
             on = feed_segment(&f, a->tape + s.off, s.scales, s.kb_bytes, s.nkb, s.per, s.nsegs, s.shift);
         }
+    mk_phase_prefetch(a);
     feed_drain(&f);
 }
 
@@ -233,9 +238,10 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
     mk_feed f = {mk_smem(sh->full[MK_EXPERT]), mk_smem(sh->empty[MK_EXPERT]), mk_smem(mk_stages(MK_EXPERT)), MK_EXPERT_STAGES, 0, 0, mk_evict_first(), sh};
     uint32_t parity = 0;
     bool on = first < end;
-    while (on) {
-        const mk_routes *routes = 0;
-        uint32_t n_union = 0, any = 0;
+    mk_phase_wait();
+    for (uint32_t step = 0; on && !(MK_ONE_STEP && step); step++) {
+        const mk_routes *routes = mk_phase_routes(a);
+        uint32_t n_union = routes ? routes->n_union : 0, any = 0;
         for (uint32_t i = first; i < end && on; i++) {
             const mk_insn *in = a->insn + a->expert_insn[i];
             if (in->opcode == MK_OP_ROUTE) {
@@ -275,11 +281,21 @@ MK_DEV void local_copy(uint8_t *dst, const uint8_t *src, uint32_t bytes)
         if (threadIdx.x < MK_COMPUTE) ((uint32_t *)dst)[i] = ((const uint32_t *)src)[i];
 }
 
+#ifdef MK_PHASED
+__global__ void __launch_bounds__(MK_THREADS, 1) mk_phased(const __grid_constant__ mk_phased_args param)
+{
+    const mk_gpu_args &a = param.args;
+    mk_phase_begin(&a);
+#else
 __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_constant__ mk_gpu_args a)
 {
+#endif
     mk_shared *sh = mk_sh();
     const uint32_t warp = threadIdx.x / 32;
 
+#ifdef MK_PHASED
+    if (warp == MK_WARP_CONTROL && !step_receive(&a, sh, mk_first_step(&a), threadIdx.x % 32)) sh->step.nrows = 0;
+#endif
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < MK_INSN_RING; i++) {
             mk_mbar_init(&sh->insn_full[i], 1);
@@ -325,7 +341,9 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
     }
 }
 
+#ifndef MK_PHASED
 const void *mk_kernel_entry(void)
 {
     return (const void *)mk_resident;
 }
+#endif

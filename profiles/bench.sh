@@ -42,6 +42,13 @@ preset() { # name
     fi
     start --device gpu --preset "$1" --kv-tokens 32832 || return 1
     "$BUILD/mkctl" bench --socket-dir "$dir" --ctx "$CTX" --rows "$ROWS" --steps "$STEPS" --out-dir "$OUT" "${base[@]}" || return 1
+    if [ -z "${SHORT:-}" ] && [ "$1" = kimi-linear-48b ]; then # what sampling costs; how steady a step is
+        "$BUILD/mkctl" bench --socket-dir "$dir" --ctx 2048 --steps "$STEPS" --temperature 1 --top-p 0.9 >"$OUT/$1-top-p.json" || return 1
+        "$BUILD/mkctl" bench --socket-dir "$dir" --ctx 2048 --steps 20000 >"$OUT/$1-20000-steps.json" || return 1
+    fi
+    if [ "$1" = llama-3.2-1b ]; then # the lengths of the published figure
+        "$BUILD/mkctl" bench --socket-dir "$dir" --prompt 32 --tokens 128 --repeat 20 --out "$OUT/$1-32-128.json" >/dev/null || return 1
+    fi
     stop
 }
 

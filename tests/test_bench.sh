@@ -61,6 +61,9 @@ PY
 check "its reports" fields
 check "plots of them" eval 'python3 profiles/plot.py "$T" && python3 -c "import sys, xml.dom.minidom as x; x.parse(sys.argv[1])" "$T/plots/rows.svg"'
 check "one report on stdout" eval '"$MKCTL" bench --socket-dir "$T/run" --ctx 8 --steps 4 | python3 -c "import json, sys; assert json.load(sys.stdin)[\"ctx\"] == 8"'
+echo '{"graph_ms": 2.5, "ctx": 8, "rows": 1}' >"$T/base"
+check "the baseline's time is noted" eval '"$MKCTL" bench --socket-dir "$T/run" --ctx 8 --steps 4 --baseline "$T/base" | grep -q "baseline_graph_ms.: 2.5"'
+check "no baseline" refused 2 "--baseline: $T/log: expected the JSON of profiles/baseline" "$MKCTL" bench --socket-dir "$T/run" --ctx 8 --baseline "$T/log"
 check "rows out of range" refused 2 "--rows: expected 1 to 8, found 9" "$MKCTL" bench --socket-dir "$T/run" --ctx 8 --rows 9
 check "context over the daemon's" refused 8 "the limit of a stream is 4096" "$MKCTL" bench --socket-dir "$T/run" --ctx 8000 --steps 4
 check "one of several contexts over it is left out" eval '"$MKCTL" bench --socket-dir "$T/run" --ctx 16,8000 --steps 4 --out-dir "$T" && [ -s "$T/kimi_linear-ctx16-rows1.json" ] && [ ! -e "$T/kimi_linear-ctx8000-rows1.json" ]'
