@@ -39,8 +39,11 @@ int mk_session_open(const mk_session_config *c, mk_session **out, mk_err *err)
                          .kv_pages = (context + MK_PAGE - 1) / MK_PAGE * slots, .state_slots = slots, .smem_limit = c->smem_limit};
     mk_twin_config tc = {.slots = slots, .context = context, .epoch0 = c->epoch0, .sweep = c->sweep};
     r->slots = slots;
-    if ((rc = mk_model_read(c->dir, &r->model, err)) || (rc = mk_checkpoint_open(c->dir, &ck, err)) ||
-        (r->model->lm_head_mode = (uint8_t)c->lm_head, rc = mk_model_resolve(r->model, ck, c->preset ? c->preset->weights : c->weights, err)) || (rc = mk_plan_make(r->model, &pc, &r->plan, err)) ||
+    rc = c->preset ? mk_preset_model(c->preset, &r->model, err) : mk_model_read(c->dir, &r->model, err);
+    if (!rc && c->layers && c->layers < r->model->layers) r->model->layers = c->layers;
+    if (!rc) r->model->lm_head_mode = (uint8_t)c->lm_head;
+    if (rc || (!c->preset && (rc = mk_checkpoint_open(c->dir, &ck, err))) ||
+        (rc = mk_model_resolve(r->model, ck, c->preset ? c->preset->weights : c->weights, err)) || (rc = mk_plan_make(r->model, &pc, &r->plan, err)) ||
         (rc = mk_validate(r->plan->prog, NULL, err)) || (rc = mk_twin_new(r->plan->prog, &tc, &r->twin, err)) ||
         (ck && (rc = mk_pack(r->plan, ck, mk_twin_memory(r->twin), err)))) {
         mk_checkpoint_close(&ck);
