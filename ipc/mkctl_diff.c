@@ -5,8 +5,8 @@
  *     BULK vectors, recurrent state, KV cache); both run the wave; everything that its instructions write is compared with the opcode's own tolerance
  *     (instructions/tolerance.h), and that they wrote nothing else. Errors cannot pile up: the first divergence names the instruction that makes it.
  *  2. freely: all of the step's instructions as the resident kernel runs them, on the GPU's own intermediate values. What is left of it (the last publications,
- *     states, cache rows, tokens) is compared with --tolerance. When that fails, the step is cut after layer 0, 1, ... (bisection) and the first publication
- *     that is off is named.
+ *     states, cache rows, tokens) is compared with --tolerance. When that fails, the step is cut after a wave (bisection) and the first publication that is off
+ *     is named, unless it comes of a route that went the other way at a near tie, which is reported and ends that step's comparison.
  * Then the twin's memory goes on to the next step: a divergence is reported once, not in everything after it. SCHEDULE is one source for both machines and runs on
  * the twin. */
 #include "ipc/mkctl_diff.h"
@@ -36,7 +36,7 @@ typedef struct diff {
     mk_insn *insn;           /* a part of the program: instructions and queues */
     uint32_t *queue, *origin;
     mk_comparison wave, free;
-    uint64_t steps, rows, tokens, same_tokens;
+    uint64_t steps, rows, tokens, same_tokens, flips; /* flips: free runs in which a near tie of experts went the other way */
     uint32_t spoil;          /* index of the instruction, ~0: none */
 } diff;
 
@@ -230,20 +230,60 @@ static int compare_last(diff *d, const mk_program *q, const mk_step *step, const
     return rc;
 }
 
-/* The earliest wave after which the free run is off: bisection. */
-static int locate(diff *d, const mk_step *step, mk_err *err)
+/* What the experts are chosen by, as the twin sees it. */
+static void choice(const diff *d, const mk_memory *m, const mk_step *step, uint32_t worker, const mk_insn *in, uint32_t row, float *v)
+{
+    mk_ctx c = {.prog = d->p, .in = in, .mem = (mk_memory *)m, .step = step, .worker = worker};
+    mk_read(&c, 0, row, 0, in->route.experts, v);
+    for (uint32_t e = 0; e < in->route.experts; e++) {
+        if (in->route.score == MK_SCORE_SIGMOID) v[e] = 1 / (1 + expf(-v[e]));
+        if (in->route.has_bias) v[e] += m->param[in->route.param_off + e];
+    }
+}
+
+static int chosen(const mk_routes *t, uint32_t row, uint32_t expert)
+{
+    for (uint32_t j = 0; j < t->n_union; j++)
+        if (t->expert[j] == expert) return t->rank[row][j] != 255;
+    return 0;
+}
+
+/* 1: the last route of a part's worker 0 chose other experts for the row than the twin, and the twin finds those all but equal: what follows cannot be compared. */
+static int flipped(diff *d, const mk_program *q, const mk_step *step, const mk_memory *want, uint32_t row)
+{
+    const mk_insn *in = NULL;
+    for (uint32_t x = q->queue[0]; x < q->queue[1]; x++)
+        if (q->insn[x].opcode == MK_OP_ROUTE) in = &q->insn[x];
+    if (!in) return 0;
+    const mk_routes *a = (const mk_routes *)(want->local + d->p->vec[in->signal_vec].offset), *b = (const mk_routes *)(d->got.local + d->p->vec[in->signal_vec].offset);
+    float v[MK_MAX_EXPERT], lost = -INFINITY, won = INFINITY;
+    double sum = 0, squares = 0;
+    uint32_t n = in->route.experts, other = 0;
+    choice(d, want, step, 0, in, row, v);
+    for (uint32_t e = 0; e < n; e++) {
+        int x = chosen(a, row, e), y = chosen(b, row, e);
+        sum += (double)v[e], squares += (double)v[e] * (double)v[e];
+        if (x && !y) lost = fmaxf(lost, v[e]), other++;
+        if (y && !x) won = fminf(won, v[e]);
+    }
+    double dev = sqrt(fmax(0, squares / n - sum / n * (sum / n))), gap = (double)lost - (double)won;
+    if (!other || gap > d->cfg->tolerance * dev) return 0;
+    printf("step %u, free run, row %u: %u of %u experts of layer %u differ, a near tie (the twin's scores are %.2g apart, their deviation is %.2g): not compared further\n",
+           step->seq, row, other, in->route.topk, in->layer, gap, dev);
+    return 1;
+}
+
+/* The earliest wave after which the free run is off: bisection. *tie: that is a route that went the other way at a near tie. */
+static int locate(diff *d, const mk_step *step, mk_divergence *first, int *tie, mk_err *err)
 {
     uint32_t lo = 0, hi = d->levels - 1, regions;
     mk_memory want = *d->twin;
-    int rc = MK_OK;
-    mk_divergence first = d->free.first;
-    for (uint32_t i = 0; i < MK_REGIONS; i++) {
-        uint8_t *at = malloc(mk_region_bytes(d->p, i) + 64);
-        if (!at) return mk_fail(err, MK_E_CAPACITY, "out of memory"); /* the process ends */
-        void **const to[MK_REGIONS] = {(void **)&want.exchange, (void **)&want.bulk, (void **)&want.counter, (void **)&want.local, (void **)&want.state, (void **)&want.kv};
-        *to[i] = at;
-    }
-    while (lo < hi && !rc) {
+    int rc = MK_OK, ok = 1;
+    uint8_t **const at[MK_REGIONS] = {&want.exchange, &want.bulk, (uint8_t **)&want.counter, &want.local, &want.state, &want.kv};
+    for (uint32_t i = 0; i < MK_REGIONS; i++) ok = (*at[i] = malloc(mk_region_bytes(d->p, i) + 64)) && ok;
+    if (!ok) rc = mk_fail(err, MK_E_CAPACITY, "out of memory");
+    *tie = 0;
+    while (!rc) { /* the last round is wave hi itself */
         uint32_t mid = (lo + hi) / 2;
         mk_comparison c = {0};
         mk_program q = part(d, up_to_wave, mid, 0, &regions);
@@ -251,16 +291,18 @@ static int locate(diff *d, const mk_step *step, mk_err *err)
         if ((rc = on_gpu(d, &q, &d->start, step, MK_REGIONS_ALL, err)) || (rc = mk_play_twin(&q, &want, step, 0, err)) ||
             (rc = compare_last(d, &q, step, &want, &c, err)))
             break;
-        if (c.first.found) {
-            first = c.first;
-            hi = mid;
-        } else {
-            lo = mid + 1;
+        if (c.first.found) *first = c.first;
+        if (lo == hi) {
+            *tie = flipped(d, &q, step, &want, first->row);
+            break;
         }
+        if (c.first.found)
+            hi = mid;
+        else
+            lo = mid + 1;
     }
-    for (uint32_t i = 0; i < MK_REGIONS; i++) free(mk_region_at(&want, i));
-    if (!rc) printf("step %u, free run, wave %u of %u: first divergence: %s\n", step->seq, hi, d->levels, first.text);
-    d->free.first = first;
+    for (uint32_t i = 0; i < MK_REGIONS; i++) free(*at[i]);
+    if (!rc && !*tie) printf("step %u, free run, wave %u of %u: first divergence: %s\n", step->seq, hi, d->levels, first->text);
     return rc;
 }
 
@@ -273,7 +315,7 @@ static const mk_insn *find(const mk_program *p, uint32_t opcode, uint32_t *worke
 }
 
 /* Tokens of the free run. Two that the twin finds all but equally likely may change places when the choice is greedy. */
-static void compare_tokens(diff *d, const mk_step *step)
+static void compare_tokens(diff *d, const mk_step *step, mk_comparison *c)
 {
     uint32_t w = 0;
     const mk_insn *in = find(d->p, MK_OP_SAMPLE, &w);
@@ -289,20 +331,30 @@ static void compare_tokens(diff *d, const mk_step *step)
         d->tokens++;
         d->same_tokens += a->token[r] == b->token[r];
         if (gap <= d->cfg->tolerance * rms) continue;
-        d->free.failed++;
+        c->failed++;
         printf("step %u, free run, row %u: token %u, the twin chose %u; their logits differ by %.3g (RMS %.3g)\n", step->seq, r, b->token[r], a->token[r], gap, rms);
     }
 }
 
 static int run_free(diff *d, const mk_step *step, mk_err *err)
 {
-    uint32_t regions, found = (uint32_t)d->free.first.found;
+    uint32_t regions;
+    mk_comparison c = {0};
     mk_program q = part(d, up_to_wave, ~0u, 0, &regions);
-    int rc = on_gpu(d, &q, &d->start, step, MK_REGIONS_ALL, err);
-    if (!rc) rc = compare_last(d, &q, step, d->twin, &d->free, err);
-    if (!rc) compare_tokens(d, step);
-    if (!rc && !found && d->free.first.found) rc = locate(d, step, err);
-    return rc;
+    int rc = on_gpu(d, &q, &d->start, step, MK_REGIONS_ALL, err), tie = 0;
+    if (!rc) rc = compare_last(d, &q, step, d->twin, &c, err);
+    if (!rc && c.first.found && !d->free.first.found) rc = locate(d, step, &c.first, &tie, err);
+    if (rc) return rc;
+    if (tie) {
+        d->flips++;
+        return MK_OK;
+    }
+    compare_tokens(d, step, &c);
+    d->free.failed += c.failed;
+    if (!d->free.first.found) d->free.first = c.first;
+    for (unsigned op = 0; op < MK_OP_COUNT; op++)
+        if (!(c.worst[op] <= d->free.worst[op])) d->free.worst[op] = c.worst[op];
+    return MK_OK;
 }
 
 /* ---- steps ---------------------------------------------------------------------------------------------------------- */
@@ -349,13 +401,15 @@ static int report(const diff *d, const mk_gpu_info *info, const char *dir, mk_er
         if (d->wave.values[op])
             printf("    %-12s %12llu values  worst %.2e of %.0e    free run: worst %.2e\n", mk_opcode_name(op), (unsigned long long)d->wave.values[op],
                    d->wave.worst[op], d->wave.tolerance[op], d->free.worst[op]);
-    printf("tokens of the free run: %llu of %llu the twin's\n", (unsigned long long)d->same_tokens, (unsigned long long)d->tokens);
+    printf("tokens of the free runs: %llu of %llu the twin's; %llu of %llu steps left out because of a near tie of experts\n", (unsigned long long)d->same_tokens,
+           (unsigned long long)d->tokens, (unsigned long long)d->flips, (unsigned long long)d->steps);
     if (d->cfg->json) {
         FILE *f = fopen(d->cfg->json, "w");
         if (!f) return mk_fail(err, MK_E_SYSTEM, "cannot write %.300s", d->cfg->json);
         fprintf(f, "{\"device\": \"%s\", \"build\": \"%s\", \"checkpoint\": \"%s\", \"workers\": %u, \"steps\": %llu, \"rows\": %llu, \"tokens\": %llu, \"same_tokens\": %llu, "
-                "\"free_tolerance\": %.3e, \"opcodes\": [", info->name, mk_build(), dir, d->p->info.workers, (unsigned long long)d->steps,
-                (unsigned long long)d->rows, (unsigned long long)d->tokens, (unsigned long long)d->same_tokens, d->cfg->tolerance);
+                "\"near_ties\": %llu, \"free_tolerance\": %.3e, \"opcodes\": [", info->name, mk_build(), dir, d->p->info.workers, (unsigned long long)d->steps,
+                (unsigned long long)d->rows, (unsigned long long)d->tokens, (unsigned long long)d->same_tokens, (unsigned long long)d->flips,
+                d->cfg->tolerance);
         const char *comma = "";
         for (unsigned op = 0; op < MK_OP_COUNT; op++)
             if (d->wave.values[op]) {
