@@ -53,4 +53,26 @@ for at in '3 12 5' '7 0 0' idle; do
         bad=1
     fi
 done
+
+# a trace that waits for steps is lost with the device, and the next one works
+start tests/mkd-debug
+timeout 100 "$BUILD/mkctl" trace --socket-dir "$S" --steps 2 --timeout 60 >"$S/said" 2>&1 &
+T=$!
+for _ in $(seq 200); do # until the daemon has it: then another is refused
+    timeout 20 "$BUILD/mkctl" trace --socket-dir "$S" --steps 1 --timeout 0.001 2>&1 | grep -q 'under way' && break
+    sleep 0.05
+done
+timeout 20 "$BUILD/mkctl" inject idle --socket-dir "$S" >/dev/null
+wait $T
+rc=$?
+if [ $rc = 8 ] && grep -q 'the device hung and was started again: the trace is lost' "$S/said" &&
+    timeout 60 "$BUILD/mkctl" trace --socket-dir "$S" --steps 2 --ctx 10 >"$S/again" 2>&1 && grep -q 'critical path' "$S/again"; then
+    echo 'ok - a trace is lost with the device'
+else
+    echo "not ok - a trace is lost with the device: $rc"
+    sed 's/^/#   /' "$S/said" "$S/again" "$S/err" 2>/dev/null
+    bad=1
+fi
+kill -TERM $P
+wait $P
 exit $bad
