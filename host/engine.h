@@ -24,6 +24,7 @@ typedef struct mk_engine_config {
     enum mk_weights_mode weights;
     enum mk_lm_head_mode lm_head;
     int act_f32;              /* twin only */
+    int self_test;            /* a GPU's opcodes are tested before it serves */
     const char *flight_dir;   /* where a hang of the GPU is recorded; NULL or "": the working directory */
     uint32_t epoch0;          /* first epoch (tests: 0xFFFFFFF0) */
 } mk_engine_config;

@@ -9,6 +9,8 @@
 #include "host/synth.h"
 #include "megakernel/ceiling.h"
 #include "megakernel/gpu.h"
+#include "host/absorb.h"
+#include "megakernel/selftest.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -216,6 +218,33 @@ static int upload(const mk_plan *plan, const mk_checkpoint *ck, mk_gpu *gpu, mk_
     return rc;
 }
 
+static void log_line(const char *line) { mk_log(MK_LOG_DEBUG, "%s", line); }
+
+/* cuBLAS, if it is there, lives no longer than this. */
+static int self_test(const mk_plan *plan, const mk_checkpoint *ck, mk_gpu *gpu, mk_err *err)
+{
+    mk_selftest_report r;
+    mk_absorb *absorb = NULL;
+    mk_selftest_config c = {.seed = (uint64_t)time(NULL), .log = log_line};
+    int rc = MK_OK;
+    if (ck) {
+        rc = mk_blas_open(NULL, &c.blas, err);
+        if (!rc) rc = mk_absorb_new(plan, ck, &absorb, err);
+        c.heads = mk_absorb_heads;
+        c.arg = absorb;
+        if (!rc) mk_log(MK_LOG_INFO, "products over heads: %s", mk_blas_name(c.blas));
+    }
+    if (!rc) rc = mk_selftest(gpu, plan->prog, &c, &r, err);
+    mk_absorb_destroy(&absorb);
+    mk_blas_close(&c.blas);
+    if (rc)
+        mk_log(MK_LOG_ERROR, "self-test: seed %llu failed", (unsigned long long)c.seed);
+    else
+        mk_log(MK_LOG_INFO, "self-test: %u kinds of instructions in %.2f s, %u of them against the checkpoint's heads, seed %llu; largest error %.2g of its tolerance (%s)",
+               r.kinds, r.seconds, r.absorbed, (unsigned long long)c.seed, r.worst, r.worst_at);
+    return rc;
+}
+
 int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machine_config *cfg, mk_machine **out, mk_err *err)
 {
     static const mk_machine_ops ops = {gpu_start, gpu_submit, gpu_events, gpu_doorbell, gpu_steps, gpu_trace, gpu_destroy};
@@ -239,6 +268,7 @@ int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machin
     if (!rc) rc = mk_ceiling_measure(0, &m->ceiling_gb_s, err);
     if (!rc) rc = mk_gpu_new(plan->prog, &gc, &g->gpu, err);
     if (!rc) rc = ck ? upload(plan, ck, g->gpu, err) : mk_synthesize(plan, g->gpu, err);
+    if (!rc && cfg->self_test) rc = self_test(plan, ck, g->gpu, err);
     if (rc) {
         gpu_destroy(m);
         return rc;

@@ -120,6 +120,7 @@ static int run(const mk_options *o, mk_err *err)
                             .preset = o->preset[0] ? mk_preset_find(o->preset) : NULL,
                             .gpu = gpu,
                             .synthetic = (int)o->synthetic,
+                            .self_test = (int)o->self_test,
                             .workers = o->workers,
                             .streams = o->streams,
                             .context = o->context,

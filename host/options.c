@@ -59,6 +59,8 @@ static const opt table[] = {
      "instead of --model: a published configuration with synthetic weights, e.g. kimi-linear-48b (mkctl synth --help lists them); implies --bench yes"},
     {"bench", "yes|no", OPT_CHOICE, AT(bench), "no", 0, 0, {{"no", 0}, {"yes", 1}},
      "serve pinned streams (mkctl bench --ctx), which read cache pages that they never wrote"},
+    {"self-test", "yes|no", OPT_CHOICE, AT(self_test), "yes", 0, 0, {{"no", 0}, {"yes", 1}},
+     "GPU: run every opcode at the model's shapes against a plain kernel before clients can connect; a difference is fatal"},
     {"flight-dir", "DIR", OPT_PATH, AT(flight_dir), "", 0, 0, {{0}},
      "where mkd-flight-<time>.json is written when the GPU's kernel hangs; default: the socket directory"},
     {"log-level", "LEVEL", OPT_CHOICE, AT(log_level), "info", 0, 0,

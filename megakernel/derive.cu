@@ -125,6 +125,19 @@ extern "C" void mk_blas_close(mk_blas **p)
     *p = NULL;
 }
 
+extern "C" int mk_device_copy(const void *host, uint64_t bytes, void **device, mk_err *err)
+{
+    cudaError_t e = cudaMalloc(device, bytes);
+    if (!e && (e = cudaMemcpy(*device, host, bytes, cudaMemcpyHostToDevice))) cudaFree(*device);
+    if (e) *device = NULL;
+    return e ? failed(err, "operand", e) : MK_OK;
+}
+
+extern "C" void mk_device_free(void *device)
+{
+    if (device) cudaFree(device);
+}
+
 extern "C" int mk_blas_pointers(const mk_heads *h, void **device_ptr, mk_err *err)
 {
     pointers<<<1, 256>>>(*h, (const void **)device_ptr);

@@ -33,6 +33,10 @@ typedef struct mk_heads {
 } mk_heads;
 int mk_blas_heads(mk_blas *b, const mk_heads *h, mk_err *err); /* returns when it is done */
 
+/* A copy of host memory on the device, for operands; mk_device_free takes NULL. */
+int mk_device_copy(const void *host, uint64_t bytes, void **device, mk_err *err);
+void mk_device_free(void *device);
+
 /* What the small kernel writes: ptr[0 .. heads) of A, then of B, then of C. For tests. */
 int mk_blas_pointers(const mk_heads *h, void **device_ptr, mk_err *err);
 

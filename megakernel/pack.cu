@@ -26,7 +26,7 @@ static __global__ void block_scales(const __grid_constant__ mk_pack_piece p)
     if (threadIdx.x == 0) p.block[blockIdx.y * nkb + cb] = mk_fp8_block_scale(__uint_as_float(most));
 }
 
-/* Segment `first` + blockIdx.y; refused: the lowest (put, segment) with a weight that cannot be packed, in pinned memory. */
+/* Segment `first` + blockIdx.y; refused: the lowest (put, segment) with a weight that cannot be packed. */
 static __global__ void __launch_bounds__(THREADS) segments(const __grid_constant__ mk_pack_piece p, const mk_pack_seg *seg, uint32_t first, uint32_t n, uint32_t put,
                                                            unsigned long long *refused)
 {
@@ -44,7 +44,7 @@ static __global__ void __launch_bounds__(THREADS) segments(const __grid_constant
             if (is > 0) ((float *)(p.dst + s.dst))[at] = scale;
             good &= is >= 0;
         }
-        if (!good) atomicMin_system(refused, (unsigned long long)put << 32 | k);
+        if (!good) atomicMin(refused, (unsigned long long)put << 32 | k);
     }
 }
 
@@ -67,7 +67,7 @@ struct mk_packer {
     uint8_t *stage[STAGES], *raw[2];
     float *block[2];
     mk_pack_seg *seg;
-    unsigned long long *refused; /* pinned */
+    unsigned long long *refused, *seen; /* on the device; pinned, as it was after a call */
     uint64_t raw_bytes, blocks;
     uint32_t puts, stages; /* so far */
     /* the work of the copiers: a round each */
@@ -143,11 +143,12 @@ extern "C" int mk_packer_new(const mk_pack_seg *seg, uint32_t n_seg, uint64_t ra
     p->blocks = blocks;
     cudaError_t e;
     if ((e = cudaStreamCreateWithFlags(&p->copy, cudaStreamNonBlocking)) || (e = cudaStreamCreateWithFlags(&p->pack, cudaStreamNonBlocking)) ||
-        (e = cudaHostAlloc((void **)&p->refused, sizeof *p->refused, cudaHostAllocMapped)) ||
+        (e = cudaHostAlloc((void **)&p->seen, sizeof *p->seen, cudaHostAllocDefault)) ||
+        (e = cudaMalloc((void **)&p->refused, sizeof *p->refused)) || (e = cudaMemset(p->refused, 0xff, sizeof *p->refused)) ||
         (e = cudaMalloc((void **)&p->seg, (n_seg + 1ull) * sizeof *seg)) || (e = cudaMemcpy(p->seg, seg, n_seg * sizeof *seg, cudaMemcpyHostToDevice)) ||
         (e = cudaDeviceSynchronize())) /* whoever zeroed the regions did so on another stream */
         return failed(err, e);
-    *p->refused = ~0ull;
+    *p->seen = ~0ull;
     for (uint32_t i = 0; i < STAGES; i++)
         if ((e = cudaHostAlloc((void **)&p->stage[i], STAGE, cudaHostAllocDefault)) || (e = cudaEventCreateWithFlags(&p->staged[i], cudaEventDisableTiming)))
             return failed(err, e);
@@ -196,14 +197,16 @@ extern "C" int mk_packer_put(mk_packer *p, const mk_pack_piece *piece, uint64_t 
         return failed(err, e);
     if (mk_pack_quantises(&q)) block_scales<<<dim3(nkb, nrb), THREADS, 0, p->pack>>>(q);
     if (n) segments<<<dim3(n > 64 ? 4 : 64, n < 32768 ? n : 32768), THREADS, 0, p->pack>>>(q, p->seg, first, n, p->puts, p->refused);
-    if ((e = cudaGetLastError()) || (e = cudaEventRecord(p->packed[b], p->pack))) return failed(err, e);
+    if ((e = cudaGetLastError()) || (e = cudaMemcpyAsync(p->seen, p->refused, sizeof *p->seen, cudaMemcpyDeviceToHost, p->pack)) ||
+        (e = cudaEventRecord(p->packed[b], p->pack)))
+        return failed(err, e);
     p->puts++;
     return MK_OK;
 }
 
 extern "C" int mk_packer_refused(const mk_packer *p, uint32_t *put, uint32_t *seg)
 {
-    unsigned long long r = *(volatile unsigned long long *)p->refused;
+    unsigned long long r = *(volatile unsigned long long *)p->seen;
     *put = (uint32_t)(r >> 32);
     *seg = (uint32_t)r;
     return r != ~0ull;
@@ -238,7 +241,8 @@ extern "C" void mk_packer_destroy(mk_packer **pp)
         if (p->packed[i]) cudaEventDestroy(p->packed[i]);
     }
     cudaFree(p->seg);
-    cudaFreeHost(p->refused);
+    cudaFree(p->refused);
+    cudaFreeHost(p->seen);
     if (p->copy) cudaStreamDestroy(p->copy);
     if (p->pack) cudaStreamDestroy(p->pack);
     pthread_mutex_destroy(&p->lock);
