@@ -116,6 +116,7 @@ void mk_pieces(const mk_program *p, const mk_memory *m, const mk_step *step, con
         f(arg, &(mk_piece){.kind = MK_PC_ROUTES, .region = LOCAL, .off = local, .bytes = sizeof(mk_routes), .n = in->route.topk, .what = "routes"});
         return;
     case MK_OP_SAMPLE:
+        if (in->sample.helper) return;
         f(arg, &(mk_piece){.kind = MK_PC_SAMPLED, .region = LOCAL, .off = local, .bytes = sizeof(mk_sampled), .n = 1, .what = "sampled"});
         return;
     case MK_OP_EXPERT_UP: {

@@ -443,11 +443,14 @@ static void head_and_sample(mk_builder *b, mk_roles *R)
         b->load[w] += (uint64_t)rows * l->k * (wt == MK_W_FP8 ? 1 : 2);
     }
     mk_phase_end(b, "lm_head", MK_NONE, vocab < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
-    mk_insn *in = mk_emit(b, 0, MK_OP_SAMPLE, MK_NONE);
-    in->sample = (mk_sample){.vocab = vocab, .slices = pc.n};
-    mk_wait_all(b, in, stats, s_pub);
-    mk_wait_all(b, in, logits, l_pub);
-    mk_signal(in, sampled, m_pub, 0);
+    mk_insn *in;
+    for (uint32_t w = W; w-- > 0;) {
+        in = mk_emit(b, w, MK_OP_SAMPLE, MK_NONE);
+        in->sample = (mk_sample){.vocab = vocab, .slices = pc.n, .helper = (uint16_t)w, .helpers = (uint16_t)(W - 1)};
+        mk_wait_all(b, in, stats, s_pub);
+        mk_wait_all(b, in, logits, l_pub);
+        if (w == 0) mk_signal(in, sampled, m_pub, 0);
+    }
     in = mk_emit(b, 0, MK_OP_SCHEDULE, MK_NONE);
     mk_wait_all(b, in, sampled, m_pub);
     free(pc.v);

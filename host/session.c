@@ -10,7 +10,7 @@ static void hook(void *arg, const mk_ctx *c)
 {
     mk_session *r = arg;
     if (r->on_insn) r->on_insn(r->arg, c);
-    if (c->in->opcode == MK_OP_SAMPLE && r->on_logits) {
+    if (c->in->opcode == MK_OP_SAMPLE && !c->in->sample.helper && r->on_logits) {
         const float *l = mk_bulk(c, c->in->wait[1].vec);
         for (uint32_t i = 0; i < c->step->nrows; i++)
             if (c->step->row[i].flags & MK_ROW_LOGITS)

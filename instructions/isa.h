@@ -312,10 +312,13 @@ typedef struct mk_lm_head {
     uint16_t logits_vec, logits_pub; /* the bulk vector that it also signals */
 } mk_lm_head;
 
-/* wait[0] = stats (all slices), wait[1] = logits (BULK). signal = LOCAL mk_sampled. */
+/* wait[0] = stats (all slices), wait[1] = logits (BULK). signal = LOCAL mk_sampled.
+ * One SAMPLE has helper 0 and does the opcode's work. The `helpers` others, 1 to `helpers`, each on a worker of its own, wait for the same and signal
+ * nothing: a machine may let them take part in what a draw costs; the twin does not. */
 typedef struct mk_sample {
     uint32_t vocab;
     uint32_t slices;
+    uint16_t helper, helpers;
 } mk_sample;
 
 typedef struct mk_sampled {

@@ -1,5 +1,9 @@
-/* SAMPLE on the device: rows one after the other, all threads of one worker on each. Semantics: sample.c; weights are integers, so the order in
- * which they are added does not matter and the tokens are the twin's. */
+/* SAMPLE on the device. Semantics: sample.c; weights are integers, so the order in which they are added does not matter and the tokens are the twin's.
+ *
+ * The greedy choice and every logprob come out of the LM head's statistics; the logits are not touched. A row that draws is the work of all workers: each has
+ * an even share of the ids, and they meet (mk_draw_meet) as often as a distribution has to be narrowed down: three times a prefix (a radix selection over
+ * the order keys, 11 bits at a time, its histograms added up in device memory), once to find whose id the random number falls on. Those meetings are not in the
+ * program: they cannot deadlock, because nothing but SAMPLEs, the last thing all workers do in a step, takes part, and SCHEDULE waits for the result. */
 #ifndef MK_SAMPLE_CUH
 #define MK_SAMPLE_CUH
 
@@ -7,11 +11,9 @@
 #include "instructions/philox.h"
 #include "instructions/route.cuh"
 
-#define MK_DIGITS 2048u
-
 typedef struct mk_dist {
     const float *logit;
-    uint32_t vocab;
+    uint32_t lo, hi; /* this worker's ids */
     float max, temperature;
 } mk_dist;
 
@@ -21,189 +23,286 @@ typedef struct mk_left {
     uint64_t least, weight;
 } mk_left;
 
+/* In the staging area. */
 typedef struct mk_sample_scratch {
     unsigned long long weight[MK_DIGITS];
     uint32_t count[MK_DIGITS];
     uint64_t part[MK_WARPS];
-    uint32_t tie[MK_WARPS];
     mk_left left;
-    uint64_t above, weight_above, total;
-    uint32_t key, token;
-    float max, sum;
+    uint64_t above, weight_above; /* of the digits that are chosen so far: what comes before them in the order */
+    uint32_t key, mine;
+    float max, sum, logit; /* logit: of the chosen token */
     uint32_t best;
     float warp_max[MK_WARPS], warp_sum[MK_WARPS];
     uint32_t warp_best[MK_WARPS];
+    mk_sampling sampling[MK_MAX_ROWS];
 } mk_sample_scratch;
 static_assert(sizeof(mk_sample_scratch) <= MK_STAGING, "scratch fits the staging area");
 
-MK_DEV uint64_t mk_weigh(const mk_dist *q, float l)
+MK_DEV mk_sample_scratch *mk_scratch(void)
 {
-    float e = mk_expf(mk_div((l - q->max), q->temperature));
+    return (mk_sample_scratch *)mk_sh()->staging;
+}
+
+MK_CALL uint64_t mk_weigh(float l, float max, float temperature)
+{
+    float e = mk_expf(mk_div(l - max, temperature));
     double x = e <= 1.0f ? (double)e : 0.0;
     return (uint64_t)(int64_t)__dadd_rn(__dmul_rn(x, 0x1p40), 0.5);
 }
-MK_DEV uint64_t mk_warp_sum64(uint64_t v)
-{
-#pragma unroll
-    for (int m = 16; m; m >>= 1) v += __shfl_xor_sync(0xffffffffu, (unsigned long long)v, m);
-    return v;
-}
 
-/* The shortest prefix of the order with at least `target` tokens, or at least that weight. All compute threads; the result in x->left. */
-MK_CALL void mk_prefix(const mk_dist q0, bool by_weight, uint64_t target)
+/* Sum of the threads before this one; *total: of all. All compute threads. */
+MK_CALL uint64_t mk_block_before(uint64_t v, uint64_t *total)
 {
-    mk_sample_scratch *x = (mk_sample_scratch *)mk_sh()->staging;
-    const mk_dist *q = &q0;
-    const uint32_t tid = threadIdx.x;
-    uint32_t key = 0, mask = 0;
-    uint64_t above = 0, weight_above = 0;
-    for (int pass = 0; pass < 3; pass++) {
-        const uint32_t shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, digits = pass == 2 ? 1024 : 2048;
-        for (uint32_t i = tid; i < digits; i += MK_COMPUTE) {
-            x->count[i] = 0;
-            x->weight[i] = 0;
-        }
-        mk_sync();
-        for (uint32_t i = tid; i < q->vocab; i += MK_COMPUTE) {
-            float l = __ldcg(q->logit + i);
-            uint32_t k = mk_order_key(l);
-            if ((k & mask) != key) continue;
-            uint32_t digit = k >> shift & (digits - 1);
-            atomicAdd(&x->count[digit], 1u);
-            atomicAdd(&x->weight[digit], (unsigned long long)mk_weigh(q, l));
-        }
-        mk_sync();
-        if (tid == 0) {
-            uint32_t digit = digits - 1;
-            for (; digit > 0; digit--) {
-                uint64_t here = by_weight ? (uint64_t)x->weight[digit] : x->count[digit];
-                if (above + here >= target) break;
-                above += here;
-                weight_above += x->weight[digit];
-            }
-            x->key = key | digit << shift;
-            x->above = above;
-            x->weight_above = weight_above;
-            if (pass == 2) {
-                uint64_t each = x->count[digit] ? x->weight[digit] / x->count[digit] : 0, need = target - above; /* equal logits weigh the same */
-                x->left.key = x->key;
-                x->left.ties = !by_weight ? (uint32_t)need : each ? (uint32_t)((need + each - 1) / each) : 1;
-                x->left.weight = weight_above + x->left.ties * each;
-            }
-        }
-        mk_sync();
-        key = x->key;
-        above = x->above;
-        weight_above = x->weight_above;
-        mask |= (digits - 1) << shift;
+    mk_sample_scratch *x = mk_scratch();
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint64_t upto = v, before = 0, all = 0;
+#pragma unroll 1
+    for (int m = 1; m < 32; m <<= 1) {
+        const uint64_t o = __shfl_up_sync(0xffffffffu, (unsigned long long)upto, m);
+        if (lane >= m) upto += o;
     }
+    if (lane == 31) x->part[warp] = upto;
+    mk_sync();
+#pragma unroll 4
+    for (uint32_t w = 0; w < MK_WARPS; w++) {
+        if (w == warp) before = all;
+        all += x->part[w];
+    }
+    mk_sync();
+    *total = all;
+    return before + upto - v;
 }
 
 /* ceil(p * total) for p in [0, 1], as the twin has it. */
-MK_DEV uint64_t mk_share(float p, uint64_t total)
+MK_CALL uint64_t mk_share(float p, uint64_t total)
 {
     uint64_t f = (uint64_t)((double)p * 0x1p62), lo = f * total, hi = __umul64hi(f, total), sum = lo + ((1ull << 62) - 1);
     hi += sum < lo;
     return hi << 2 | sum >> 62;
 }
 
-/* Walks what is left in ascending id: x->total = its weight; x->token = the lowest id at which the running weight exceeds `at` (vocab: none). A warp
- * has a contiguous range of ids. */
-MK_CALL void mk_walk(const mk_dist q0, bool find, uint64_t at)
+/* Everybody's words of this meeting are visible to everybody after it. Clears the histogram of the next meeting, which was last read before the last one.
+ * All compute threads of all parts. */
+MK_CALL void mk_draw_meet(const mk_insn *in)
 {
-    mk_sample_scratch *x = (mk_sample_scratch *)mk_sh()->staging;
-    const mk_dist *q = &q0;
-    const uint32_t tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-    const mk_left left = x->left;
-    const uint32_t per = (q->vocab + MK_WARPS * 32 - 1) / (MK_WARPS * 32) * 32, lo = warp * per;
-    const uint32_t hi = lo + per < q->vocab ? lo + per : q->vocab, lower = (1u << lane) - 1;
-    uint32_t ties = 0;
-    for (uint32_t b = lo; b < hi; b += 32) {
-        uint32_t i = b + lane;
-        bool tie = i < hi && mk_order_key(__ldcg(q->logit + i)) == left.key && mk_weigh(q, __ldcg(q->logit + i)) >= left.least;
-        ties += __popc(__ballot_sync(0xffffffffu, tie));
-    }
-    if (lane == 0) x->tie[warp] = ties;
-    if (tid == 0) x->token = q->vocab;
-    mk_sync();
-    uint32_t before = 0;
-    for (uint32_t w = 0; w < warp; w++) before += x->tie[w];
-    for (int round = 0; round < (find ? 2 : 1); round++) { /* 0: the warp's weight; 1: where it passes `at` */
-        uint32_t seen = before;
-        uint64_t sum = 0;
-        if (round) {
-            for (uint32_t w = 0; w < warp; w++) sum += x->part[w];
-            if (sum > at || sum + x->part[warp] <= at) break;
-        }
-        for (uint32_t b = lo; b < hi; b += 32) {
-            uint32_t i = b + lane;
-            float l = i < hi ? __ldcg(q->logit + i) : -INFINITY;
-            uint32_t k = i < hi ? mk_order_key(l) : 0;
-            uint64_t w = i < hi ? mk_weigh(q, l) : 0;
-            bool tie = i < hi && k == left.key && w >= left.least;
-            uint32_t bits = __ballot_sync(0xffffffffu, tie);
-            bool in = i < hi && w >= left.least && (k > left.key || (tie && seen + __popc(bits & lower) < left.ties));
-            seen += __popc(bits);
-            if (!in) w = 0;
-            if (!round) {
-                sum += w;
-                continue;
-            }
-            uint64_t upto = w;
-#pragma unroll
-            for (int m = 1; m < 32; m <<= 1) {
-                uint64_t o = __shfl_up_sync(0xffffffffu, (unsigned long long)upto, m);
-                if (lane >= m) upto += o;
-            }
-            uint32_t hit = __ballot_sync(0xffffffffu, sum + upto > at && in);
-            if (hit) {
-                if (lane == 0) x->token = b + __ffs((int)hit) - 1;
-                break;
-            }
-            sum += __shfl_sync(0xffffffffu, (unsigned long long)upto, 31);
-        }
-        if (!round) {
-            sum = mk_warp_sum64(sum);
-            if (lane == 0) x->part[warp] = sum;
-            mk_sync();
-        }
+    mk_shared *sh = mk_sh();
+    mk_draws *w = sh->args.draw;
+    const uint32_t parts = in->sample.helpers + 1u, next = (sh->draw_met + 1) % MK_DRAW_SETS;
+    for (uint32_t i = in->sample.helper * MK_COMPUTE + threadIdx.x; i < MK_DIGITS; i += parts * MK_COMPUTE) {
+        __stcg(&w->weight[next][i], 0ull);
+        __stcg(&w->count[next][i], 0u);
     }
     mk_sync();
-    if (tid == 0) {
-        uint64_t total = 0;
-        for (uint32_t w = 0; w < MK_WARPS; w++) total += x->part[w];
-        x->total = total;
+    if (threadIdx.x == 0) {
+        const uint32_t target = (sh->draw_met + 1) * parts;
+        mk_spin s = {0, 0};
+        uint32_t found;
+        __threadfence();
+        mk_red_release(&w->arrived);
+        while ((int32_t)((found = mk_load_acquire(&w->arrived)) - target) < 0)
+            if (!(++s.n & 255u) && !(s.since = mk_wait_late(in, MK_FAULT_DRAW, &in->wait[1], target, found, s.since))) break;
+        __threadfence();
+        sh->draw_met++;
     }
     mk_sync();
 }
 
-MK_DEV uint32_t mk_draw_token(const mk_dev *d, mk_sample_scratch *x, const mk_dist *q, const mk_sampling *s, uint32_t position)
+/* The shortest prefix of the order with at least `target` tokens, or at least that weight, or (target 0) at least `share` of the whole weight: x->left. */
+MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight, uint64_t target, float share)
 {
-    if (d->tid == 0) {
+    mk_sample_scratch *x = mk_scratch();
+    const uint32_t tid = threadIdx.x;
+    uint32_t key = 0, mask = 0;
+    uint64_t above = 0, weight_above = 0;
+#pragma unroll 1
+    for (uint32_t pass = 0; pass < 3; pass++) {
+        const uint32_t shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, last = pass == 2 ? 1023 : 2047, set = mk_sh()->draw_met % MK_DRAW_SETS;
+        mk_draws *w = mk_sh()->args.draw;
+        for (uint32_t i = tid; i < MK_DIGITS; i += MK_COMPUTE) {
+            x->count[i] = 0;
+            x->weight[i] = 0;
+        }
+        mk_sync();
+#pragma unroll 1
+        for (uint32_t i = q->lo + tid; i < q->hi; i += MK_COMPUTE) {
+            const float l = __ldcg(q->logit + i);
+            const uint32_t k = mk_order_key(l);
+            if ((k & mask) != key) continue;
+            atomicAdd(&x->count[k >> shift & last], 1u);
+            atomicAdd(&x->weight[k >> shift & last], (unsigned long long)mk_weigh(l, q->max, q->temperature));
+        }
+        mk_sync();
+        for (uint32_t i = tid; i <= last; i += MK_COMPUTE)
+            if (x->count[i]) {
+                atomicAdd(&w->count[set][i], x->count[i]);
+                atomicAdd(&w->weight[set][i], x->weight[i]);
+            }
+        mk_draw_meet(in);
+        /* a thread has four digits, from the greatest down */
+        const uint32_t first = MK_DIGITS - 1 - 4 * tid;
+        uint64_t weight[4], count[4], sum = 0, counts = 0, total, counted, before, had;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            weight[i] = __ldcg(&w->weight[set][first - i]);
+            count[i] = __ldcg(&w->count[set][first - i]);
+            sum += weight[i];
+            counts += count[i];
+        }
+        sum = weight_above + mk_block_before(sum, &total);
+        counts = by_weight ? 0 : above + mk_block_before(counts, &counted);
+        if (target == 0) {
+            target = mk_share(share, total);
+            target = target ? target : 1;
+        }
+        before = by_weight ? sum : counts;
+        if (before < target) { /* the digit is mine or a later thread's */
+            bool found = false;
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                had = by_weight ? weight[i] : count[i];
+                if (!found && (before + had >= target || first - i == 0)) {
+                    found = true;
+                    x->key = key | (first - i) << shift;
+                    x->above = before;
+                    x->weight_above = sum;
+                    if (pass == 2) {
+                        const uint64_t each = count[i] ? weight[i] / count[i] : 0, need = target - before; /* equal logits weigh the same */
+                        x->left.key = x->key;
+                        x->left.ties = !by_weight ? (uint32_t)need : each ? (uint32_t)((need + each - 1) / each) : 1;
+                        x->left.weight = sum + x->left.ties * each;
+                    }
+                }
+                before += had;
+                sum += weight[i];
+            }
+        }
+        mk_sync();
+        key = x->key;
+        above = x->above;
+        weight_above = x->weight_above;
+        mask |= last << shift;
+        mk_sync();
+    }
+}
+
+/* A logit whose key this is. */
+MK_DEV float mk_key_value(uint32_t key)
+{
+    return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+/* Whose id does the random number fall on? That worker publishes the token and its logit in draw->token[row]. Returns whether there is any. A thread has
+ * consecutive ids, like a worker, so that counting goes on in ascending id. */
+MK_CALL bool mk_draw_find(const mk_insn *in, const mk_dist *q, uint64_t random, uint32_t row, uint32_t epoch)
+{
+    mk_sample_scratch *x = mk_scratch();
+    const mk_left left = x->left;
+    const uint32_t tid = threadIdx.x, parts = in->sample.helpers + 1u, per = (q->hi - q->lo + MK_COMPUTE - 1) / MK_COMPUTE;
+    const uint32_t lo = q->lo + tid * per, hi = lo + per < q->hi ? lo + per : q->hi;
+    const uint64_t tie_weight = left.key ? mk_weigh(mk_key_value(left.key), q->max, q->temperature) : 0;
+    const bool tie_in = tie_weight >= left.least;
+    uint64_t sum = 0, ties = 0, all_sum, all_ties;
+#pragma unroll 1
+    for (uint32_t i = lo; i < hi; i++) {
+        const float l = __ldcg(q->logit + i);
+        const uint32_t k = mk_order_key(l);
+        if (k < left.key) continue;
+        const uint64_t w = mk_weigh(l, q->max, q->temperature);
+        if (k == left.key)
+            ties += tie_in;
+        else if (w >= left.least)
+            sum += w;
+    }
+    const uint64_t own = sum, own_ties = ties;
+    sum = mk_block_before(sum, &all_sum);
+    ties = mk_block_before(ties, &all_ties);
+    mk_draw_part *part = mk_sh()->args.draw->part[mk_sh()->draw_met & 1];
+    if (tid == 0) {
+        __stcg(&part[in->sample.helper].sum, (unsigned long long)all_sum);
+        __stcg(&part[in->sample.helper].ties, (unsigned long long)all_ties);
+    }
+    mk_draw_meet(in);
+    /* a thread a part */
+    uint64_t part_sum = 0, part_ties = 0, total, start, before;
+    if (tid < parts) {
+        part_sum = __ldcg(&part[tid].sum);
+        part_ties = __ldcg(&part[tid].ties);
+    }
+    before = mk_block_before(part_ties, &total);
+    uint64_t kept = left.ties > before ? left.ties - before : 0;
+    if (kept > part_ties) kept = part_ties;
+    part_sum += kept * tie_weight;
+    start = mk_block_before(part_sum, &total);
+    uint64_t at = __umul64hi(random, total);
+    if (tid == in->sample.helper) {
+        x->mine = start <= at && at < start + part_sum;
+        x->above = start;
+        x->weight_above = left.ties > before ? left.ties - before : 0; /* of the ties, for me and who comes after me */
+    }
+    mk_sync();
+    if (x->mine) {
+        uint64_t room = x->weight_above;
+        at -= x->above;
+        const uint64_t first = sum + (ties < room ? ties : room) * tie_weight, left_ties = room > ties ? room - ties : 0;
+        uint64_t upto = first;
+        room = left_ties;
+        if (first <= at && at < first + own + (own_ties < room ? own_ties : room) * tie_weight) {
+#pragma unroll 1
+            for (uint32_t i = lo; i < hi; i++) {
+                const float l = __ldcg(q->logit + i);
+                const uint32_t k = mk_order_key(l);
+                uint64_t w = k < left.key ? 0 : mk_weigh(l, q->max, q->temperature);
+                if (w < left.least || (k == left.key && room == 0)) continue;
+                if (k == left.key) room--;
+                upto += w;
+                if (k < left.key || upto <= at) continue;
+                mk_packet_store(&mk_sh()->args.draw->token[row], i, __float_as_uint(l), 0, epoch);
+                break;
+            }
+        }
+    }
+    mk_sync();
+    return total > 0;
+}
+
+/* All parts together: the row's token and its logit into x->best and x->logit of the sampler; the greedy choice stays there when nothing weighs anything. */
+MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row)
+{
+    mk_sample_scratch *x = mk_scratch();
+    const mk_shared *sh = mk_sh();
+    const mk_sampling s = x->sampling[row];
+    const uint32_t parts = in->sample.helpers + 1u, vocab = in->sample.vocab, epoch = sh->step.seq + 1;
+    const mk_dist q = {logits, mk_start(in->sample.helper, vocab, parts), mk_start(in->sample.helper + 1u, vocab, parts), x->max, s.temperature};
+    if (threadIdx.x == 0) {
         x->left.key = 0;
-        x->left.ties = q->vocab;
+        x->left.ties = vocab;
         x->left.least = x->left.weight = 0;
     }
     mk_sync();
-    if (s->top_k > 0 && s->top_k < q->vocab) mk_prefix(*q, false, s->top_k);
-    if (s->top_p < 1.0f) {
-        if (x->left.weight == 0) {
-            mk_walk(*q, false, 0);
-            if (d->tid == 0) x->left.weight = x->total;
-            mk_sync();
+    if (s.top_k > 0 && s.top_k < vocab) mk_draw_prefix(in, &q, false, s.top_k, 0);
+    if (s.top_p < 1.0f) {
+        const float p = s.top_p > 0.0f ? s.top_p : 0.0f;
+        uint64_t target = x->left.weight;
+        if (target) {
+            target = mk_share(p, target);
+            target = target ? target : 1;
         }
-        uint64_t need = mk_share(s->top_p > 0.0f ? s->top_p : 0.0f, x->left.weight);
-        mk_prefix(*q, true, need ? need : 1);
+        mk_draw_prefix(in, &q, true, target, p);
     }
-    if (s->min_p > 0.0f) {
-        if (d->tid == 0) x->left.least = mk_share(s->min_p < 1.0f ? s->min_p : 1.0f, 1ull << 40);
-        mk_sync();
-    }
-    mk_walk(*q, false, 0);
-    uint64_t at = __umul64hi(mk_draw(s->seed, position), x->total);
+    if (s.min_p > 0.0f && threadIdx.x == 0) x->left.least = mk_share(s.min_p < 1.0f ? s.min_p : 1.0f, 1ull << 40);
     mk_sync();
-    mk_walk(*q, true, at);
-    return x->token;
+    const bool any = mk_draw_find(in, &q, mk_draw(s.seed, sh->step.row[row].pos + 1), row, epoch);
+    if (in->sample.helper || !any) return;
+    if (threadIdx.x == 0) {
+        mk_spin spin = {0, 0};
+        uint4 t;
+        while ((t = mk_packet_load(&sh->args.draw->token[row])).w != epoch)
+            if (!(++spin.n & 255u) && !(spin.since = mk_wait_late(in, MK_FAULT_DRAW, &in->wait[1], epoch, t.w, spin.since))) break;
+        x->best = t.x;
+        x->logit = __uint_as_float(t.y);
+    }
+    mk_sync();
 }
 
 /* Maximum, its lowest id and the normaliser of one row, by all threads: slices tid, tid + 512, ... a thread, then by warp, then by block. */
@@ -214,20 +313,22 @@ MK_DEV void mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_sa
     const mk_vec *v = &d->sh->vec[w->vec];
     const uint4 *base = mk_wait_packets(d, w, v, row);
     const uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets;
-    float m[PER], z[PER], max = -INFINITY, sum = 0;
+    uint4 q[PER];
+    float max = -INFINITY, sum = 0;
     uint32_t best = 0xffffffffu;
 #pragma unroll
     for (uint32_t k = 0; k < PER; k++) {
         const uint32_t s = d->tid + k * MK_COMPUTE;
-        m[k] = -INFINITY;
-        z[k] = 0;
-        if (s >= slices) continue;
-        const uint4 q = mk_packet_wait(base + s * sp, w, row, s * sp, epoch);
-        m[k] = __uint_as_float(q.x);
-        z[k] = __uint_as_float(q.z);
-        if (m[k] > max) {
-            max = m[k];
-            best = q.y;
+        q[k] = make_uint4(0xff800000u, 0, 0, epoch);
+        if (s < slices) q[k] = mk_packet_load(base + s * sp);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < PER; k++) {
+        const uint32_t at = (d->tid + k * MK_COMPUTE) * sp;
+        if (q[k].w != epoch) q[k] = mk_packet_wait(base + at, w, row, at, epoch);
+        if (__uint_as_float(q[k].x) > max) {
+            max = __uint_as_float(q[k].x);
+            best = q[k].y;
         }
     }
 #pragma unroll
@@ -246,21 +347,25 @@ MK_DEV void mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_sa
     mk_sync();
     max = x->warp_max[0];
     best = x->warp_best[0];
+#pragma unroll 4
     for (uint32_t k = 1; k < MK_WARPS; k++)
         if (x->warp_max[k] > max || (x->warp_max[k] == max && x->warp_best[k] < best)) {
             max = x->warp_max[k];
             best = x->warp_best[k];
         }
 #pragma unroll
-    for (uint32_t k = 0; k < PER; k++)
-        if (m[k] > -INFINITY) sum = __fmaf_rn(z[k], mk_expf(m[k] - max), sum);
+    for (uint32_t k = 0; k < PER; k++) {
+        const float m = __uint_as_float(q[k].x);
+        if (m > -INFINITY) sum = __fmaf_rn(__uint_as_float(q[k].z), mk_expf(m - max), sum);
+    }
     sum = mk_warp_sum(sum);
     if (d->lane == 0) x->warp_sum[d->warp] = sum;
     mk_sync();
     if (d->tid == 0) {
         sum = 0;
+#pragma unroll 4
         for (uint32_t k = 0; k < MK_WARPS; k++) sum += x->warp_sum[k];
-        x->max = max;
+        x->max = x->logit = max;
         x->best = best == 0xffffffffu ? 0 : best;
         x->sum = sum;
     }
@@ -270,41 +375,41 @@ MK_DEV void mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_sa
 MK_DEV void mk_sample_run(const mk_dev *d)
 {
     const mk_sample *s = &d->in->sample;
-    mk_sampled *out = (mk_sampled *)mk_local_at(d, d->in->signal_vec);
-    mk_sample_scratch *x = (mk_sample_scratch *)d->sh->staging;
+    const uint32_t nrows = d->step->nrows;
+    mk_sample_scratch *x = mk_scratch();
+    bool look = false, score = false; /* somebody may draw; somebody wants to know what a token of his would have got */
+    for (uint32_t r = 0; r < nrows; r++) {
+        const uint32_t f = d->step->row[r].flags;
+        look |= (f & (MK_ROW_SAMPLE | MK_ROW_GREEDY)) == MK_ROW_SAMPLE;
+        score |= (f & MK_ROW_SCORE) != 0;
+    }
+    if (s->helper && !look) return;
     mk_staged_drop(d);
-    mk_bulk_wait(d, &d->in->wait[1]);
-    const float *logits = (const float *)mk_bulk_at(d, d->in->wait[1].vec);
-    if (d->tid < MK_MAX_ROWS) {
+    if (look && d->tid < nrows) x->sampling[d->tid] = d->a->slot[d->step->row[d->tid].slot].sampling;
+    if (look || score) mk_bulk_wait(d, &d->in->wait[1]);
+    mk_sampled *out = s->helper ? (mk_sampled *)0 : (mk_sampled *)mk_local_at(d, d->in->signal_vec);
+    if (out && d->tid < MK_MAX_ROWS) {
         out->token[d->tid] = 0;
         out->logprob[d->tid] = 0;
     }
-    for (uint32_t r = 0; r < d->step->nrows; r++) {
+#pragma unroll 1
+    for (uint32_t r = 0; r < nrows; r++) {
         const mk_row *row = &d->step->row[r];
-        if (!(row->flags & (MK_ROW_SAMPLE | MK_ROW_SCORE))) continue;
-        const float *l = logits + (size_t)r * s->vocab;
+        const bool draws = (row->flags & (MK_ROW_SAMPLE | MK_ROW_GREEDY)) == MK_ROW_SAMPLE && x->sampling[r].temperature > 0.0f;
+        if (!(row->flags & (MK_ROW_SAMPLE | MK_ROW_SCORE)) || (s->helper && !draws)) continue;
         mk_stats_merge(d, r, s->slices, x);
         if (!r) mk_trace_input(d);
-        const float max = x->max, sum = x->sum;
-        const uint32_t best = x->best;
-        uint32_t token = row->target;
-        if (row->flags & MK_ROW_SAMPLE) {
-            const mk_sampling p = d->a->slot[row->slot].sampling;
-            token = best;
-            if (p.temperature > 0.0f) {
-                const mk_dist q = {l, s->vocab, max, p.temperature};
-                token = mk_draw_token(d, x, &q, &p, row->pos + 1);
-                if (token >= s->vocab) token = best;
-            }
-        }
-        token = token < s->vocab ? token : 0;
-        if (d->tid == 0) {
+        const float *logits = (const float *)mk_bulk_at(d, d->in->wait[1].vec) + (size_t)r * s->vocab;
+        if (draws) mk_draw_row(d->in, logits, r);
+        if (out && d->tid == 0) {
+            uint32_t token = row->flags & MK_ROW_SAMPLE ? x->best : row->target;
+            token = token < s->vocab ? token : 0;
             out->token[r] = token;
-            out->logprob[r] = (__ldcg(l + token) - max) - mk_logf(sum);
+            out->logprob[r] = ((row->flags & MK_ROW_SAMPLE ? x->logit : __ldcg(logits + token)) - x->max) - mk_logf(x->sum);
         }
         mk_sync();
     }
-    mk_sync();
+    if (out) mk_sync();
 }
 
 #endif

@@ -417,14 +417,36 @@ static int check_missing(mk_check *c)
     return MK_OK;
 }
 
-/* SAMPLE and SCHEDULE, once each; the step ends with SCHEDULE. */
+/* Those who help SAMPLE: each number once, each on a worker of its own, all waiting for what SAMPLE waits for; and nothing comes after them, because they meet. */
+static int check_helpers(mk_check *c)
+{
+    const mk_insn *s = &c->p->insn[c->sample];
+    uint32_t found = 0;
+    for (uint32_t x = 0; x < c->i->n_insn; x++) {
+        const mk_insn *in = &c->p->insn[x];
+        if (in->opcode != MK_OP_SAMPLE || x == c->sample) continue;
+        if (in->sample.helpers != s->sample.helpers)
+            return mk_refuse(c, x, "one of %u helpers, SAMPLE expects %u", in->sample.helpers, s->sample.helpers);
+        if (memcmp(in->wait, s->wait, sizeof in->wait)) return mk_refuse(c, x, "waits for something else than the SAMPLE that it helps");
+        if (x + 1 != c->p->queue[c->owner[x] + 1] || c->owner[x] == c->owner[c->sample])
+            return mk_refuse(c, x, "expected to be the last of its queue, and on another worker than SAMPLE");
+        for (uint32_t y = 0; y < x; y++)
+            if (y != c->sample && c->p->insn[y].opcode == MK_OP_SAMPLE && c->p->insn[y].sample.helper == in->sample.helper)
+                return mk_refuse(c, x, "helper %u is %s already", in->sample.helper, mk_insn_text(c, y).s);
+        found++;
+    }
+    if (found != s->sample.helpers) return mk_refuse(c, c->sample, "%u helpers, the program has %u", s->sample.helpers, found);
+    return MK_OK;
+}
+
+/* SAMPLE (but for those that help it) and SCHEDULE, once each; the step ends with SCHEDULE. */
 static int check_ends(mk_check *c)
 {
     uint32_t *one[2] = {&c->sample, &c->schedule}, op[2] = {MK_OP_SAMPLE, MK_OP_SCHEDULE};
     c->sample = c->schedule = MK_NOBODY;
     for (int k = 0; k < 2; k++) {
         for (uint32_t x = 0; x < c->i->n_insn; x++) {
-            if (c->p->insn[x].opcode != op[k]) continue;
+            if (c->p->insn[x].opcode != op[k] || (k == 0 && c->p->insn[x].sample.helper)) continue;
             if (*one[k] != MK_NOBODY) return mk_refuse(c, x, "expected one %s in the program, %s is another", mk_opcode_name(op[k]), mk_insn_text(c, *one[k]).s);
             *one[k] = x;
         }
@@ -434,7 +456,7 @@ static int check_ends(mk_check *c)
     if (c->schedule != last)
         return mk_refuse(c, c->schedule, "expected to be the last of its queue, but #%u %s follows", c->p->insn[last].seq,
                          mk_opcode_name(c->p->insn[last].opcode));
-    return MK_OK;
+    return check_helpers(c);
 }
 
 int mk_validate(const mk_program *p, mk_validation *out, mk_err *err)

@@ -561,6 +561,11 @@ static int check_sample(mk_check *c, uint32_t x, const mk_sample *s)
     TRY(reads_all(c, x, 0, 4ull * s->slices, "statistics"));
     TRY(wait_is(c, x, 1, MK_BULK));
     if (s->vocab != c->i->vocab) return mk_refuse(c, x, "vocabulary %u, the program's is %u", s->vocab, c->i->vocab);
+    if (s->helper > s->helpers) return mk_refuse(c, x, "helper %u of %u", s->helper, s->helpers);
+    if (s->helper) {
+        if (c->p->insn[x].signal_vec != MK_NONE) return mk_refuse(c, x, "helps, but publishes %s", c->p->vec[c->p->insn[x].signal_vec].name);
+        return MK_OK;
+    }
     return signals_local(c, x, sizeof(mk_sampled));
 }
 

@@ -48,7 +48,7 @@ typedef struct mk_tape_seg {
 static_assert(sizeof(mk_tape_seg) == 32, "two 16-byte loads");
 
 /* Who waited in vain for what: written once, by the first, in pinned memory. */
-enum mk_fault_kind { MK_FAULT_PACKET = 1, MK_FAULT_COUNTER, MK_FAULT_TAPE, MK_FAULT_EXPERT, MK_FAULT_ROUTE };
+enum mk_fault_kind { MK_FAULT_PACKET = 1, MK_FAULT_COUNTER, MK_FAULT_TAPE, MK_FAULT_EXPERT, MK_FAULT_ROUTE, MK_FAULT_DRAW };
 typedef struct mk_fault {
     uint32_t kind; /* 0: none. Written last */
     uint32_t worker, step, seq, opcode, layer;
@@ -59,6 +59,20 @@ typedef struct mk_fault {
 /* Words that SCHEDULE's worker writes and the host reads. */
 enum mk_beat { MK_BEAT_STEPS = 0, /* finished */ MK_BEAT_TAKEN = 1, /* submit entries */ MK_BEAT_IDLE = 2 /* looks for work that found none */ };
 #define MK_HEARTBEAT_BYTES 128u
+
+/* Where the workers meet to draw a token (instructions/sample.cuh); of nobody else's interest. */
+#define MK_DIGITS    2048u
+#define MK_DRAW_SETS 3u
+typedef struct mk_draw_part {
+    unsigned long long sum, ties;
+} mk_draw_part;
+typedef struct mk_draws {
+    uint4 token[MK_MAX_ROWS]; /* packets: token, its logit, -, step + 1 */
+    uint32_t arrived, pad[31]; /* meetings so far, times the parts */
+    unsigned long long weight[MK_DRAW_SETS][MK_DIGITS]; /* by digit of the order key; meeting m uses set m mod MK_DRAW_SETS */
+    uint32_t count[MK_DRAW_SETS][MK_DIGITS];
+    mk_draw_part part[2][MK_COMPUTE];
+} mk_draws;
 
 /* Everything the kernel is told, once. Pointers into device memory unless said otherwise. */
 typedef struct mk_gpu_args {
@@ -74,6 +88,7 @@ typedef struct mk_gpu_args {
     const float *param;
     uint8_t *exchange, *bulk;
     uint32_t *counter;
+    mk_draws *draw;
     uint8_t *state, *kv;
     uint8_t *local_image; /* [workers][local_bytes] LOCAL vectors, taken over at the start and given back at the end; NULL: neither */
     const mk_slot *slot;  /* pinned */
@@ -136,6 +151,7 @@ typedef struct mk_shared {
     uint64_t full[2][MK_STATIC_MAX], empty[2][MK_STATIC_MAX]; /* by ring */
     uint64_t route_full, route_empty;
     volatile uint32_t logits[4]; /* of step s, in [s & 3]: (s + 1) * 2 + any_logits */
+    uint32_t draw_met;           /* meetings so far */
     volatile uint32_t leave;     /* loaders: stop */
 } mk_shared;
 

@@ -181,6 +181,7 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         return MK_OK;
     case MK_OP_SAMPLE:
         AT_MOST("pieces of the LM head", 4 * MK_COMPUTE, in->sample.slices);
+        AT_MOST("helpers of SAMPLE", MK_COMPUTE - 1, in->sample.helpers);
         return MK_OK;
     case MK_OP_EMBED:
     case MK_OP_SCHEDULE:
@@ -344,6 +345,7 @@ static int allocate(mk_gpu *g, mk_err *err)
              (a->exchange = (uint8_t *)device_memory(g, "exchange", i->exchange_bytes, err)) &&
              (a->bulk = (uint8_t *)device_memory(g, "bulk vectors", i->bulk_bytes, err)) &&
              (a->counter = (uint32_t *)device_memory(g, "counters", 4ull * i->n_counter, err)) &&
+             (a->draw = (mk_draws *)device_memory(g, "draws", sizeof(mk_draws), err)) &&
              (a->state = (uint8_t *)device_memory(g, "recurrent state", i->state_slots * i->state_slot_bytes, err)) &&
              (a->kv = (uint8_t *)device_memory(g, "KV cache", (uint64_t)i->kv_layers * i->kv_pages * i->kv_page_bytes, err)) &&
              (g->pages = (uint32_t *)device_memory(g, "page tables", 4ull * slots * g->max_pages, err)) &&
@@ -533,6 +535,7 @@ static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
     g->event_read[0] = 0;
     cudaError_t e;
     if ((e = cudaSetDevice(g->device)) || (e = reset_exchange(g, epoch0)) || (e = cudaMemset(a->counter, 0, 4ull * g->prog->info.n_counter)) ||
+        (e = cudaMemset(a->draw, 0, sizeof(mk_draws))) ||
         (e = cudaMemset(a->step_ring, 0, (size_t)MK_STEP_RING * MK_STEP_PACKETS * 16)) || (e = cudaMemset(a->abort, 0, 4)) ||
         (e = cudaMemset(a->position, 0, 4ull * g->prog->info.workers)) ||
         (e = cudaMemset(g->st, 0, slots * (sizeof(mk_sched_slot) + 4))) || (e = cudaMemcpy(g->sched, &s, sizeof s, cudaMemcpyHostToDevice)) ||
@@ -650,7 +653,7 @@ int mk_gpu_once(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, const mk_
         g->args.epoch0 = epoch0;
         g->args.local_image = g->local;
         memset(g->fault, 0, sizeof *g->fault);
-        if ((e = write_steps(g, step)) || (e = cudaMemset(g->args.abort, 0, 4)) || (e = cudaDeviceSynchronize()) ||
+        if ((e = write_steps(g, step)) || (e = cudaMemset(g->args.abort, 0, 4)) || (e = cudaMemset(g->args.draw, 0, sizeof(mk_draws))) || (e = cudaDeviceSynchronize()) ||
             (e = cudaLaunchKernel(mk_kernel_entry(), dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) ||
             (e = cudaEventRecord(g->left, g->run)))
             rc = cuda_fail(err, e, "one step");
@@ -819,7 +822,7 @@ int mk_gpu_fault(const mk_gpu *g, char *text, size_t size)
     } else if (f->kind == MK_FAULT_COUNTER) {
         snprintf(text, size, "counter of %s publication %u: expected %u, found %u", p->vec[f->vec].name, f->pub, f->expected, f->found);
     } else {
-        snprintf(text, size, "%s", f->kind == MK_FAULT_TAPE ? "weights of the static tape" : f->kind == MK_FAULT_EXPERT ? "weights of an expert" : "the expert loader");
+        snprintf(text, size, "%s", f->kind == MK_FAULT_TAPE ? "weights of the static tape" : f->kind == MK_FAULT_EXPERT ? "weights of an expert" : f->kind == MK_FAULT_DRAW ? "another worker's part of a draw" : "the expert loader");
     }
     return 1;
 }

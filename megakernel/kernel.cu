@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         mk_mbar_init(&sh->route_empty, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
-        sh->leave = 0;
+        sh->leave = sh->draw_met = 0;
         sh->trace.first = a.queue[blockIdx.x];
         memset(sh->memo, 0, sizeof sh->memo);
         sh->args = a;

@@ -111,6 +111,7 @@ enum {
     MK_ROW_SCORE = 4,   /* report the logprob of `target` */
     MK_ROW_FIRST = 8,   /* first token of the stream: state reads as zero */
     MK_ROW_EXTRA = 16,  /* of a pinned stream: what it yields is dropped */
+    MK_ROW_GREEDY = 32, /* with SAMPLE: the slot's temperature is 0, so nobody needs to look it up. Without it, it may still be */
 };
 
 /* One row of a step. */

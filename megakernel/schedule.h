@@ -65,6 +65,7 @@ typedef struct mk_sched_slot {
     uint32_t n_append;
     mk_append_mark append[MK_MAX_APPENDS];
     uint32_t gen, gen_tag, left, produced; /* the running generation */
+    uint32_t greedy;
     uint64_t published;                    /* tokens of all generations, against slot.credits */
     uint32_t pin, pin_rows, pin_vocab, pin_count; /* mk_slot's, as of OPEN; rows with random ids so far */
     uint64_t pin_seed;
@@ -222,6 +223,7 @@ MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
         t->gen_tag = e->tag;
         t->left = e->arg0;
         t->produced = 0;
+        t->greedy = !(s->slot[i].sampling.temperature > 0.0f);
         if (t->left == 0)
             mk_sched_done(s, i, MK_DONE_LENGTH, now);
         else if (t->len == 0)
@@ -275,7 +277,7 @@ MK_SCHED_FN void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
     row->target = 0;
     row->pad = 0;
     if (pos + 1 == t->len) {
-        row->flags |= MK_ROW_LOGITS | MK_ROW_SAMPLE;
+        row->flags |= MK_ROW_LOGITS | MK_ROW_SAMPLE | (t->greedy ? MK_ROW_GREEDY : 0);
     } else {
         for (uint32_t k = 0; k < t->n_append; k++)
             if (pos + 1 >= t->append[k].begin && pos + 1 < t->append[k].end && (t->append[k].flags & MK_APPEND_LOGPROBS)) {

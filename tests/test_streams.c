@@ -839,7 +839,7 @@ static void test_pinned(void **state)
         assert_int_equal(fake_run(g.e), 3);
         for (uint32_t i = 0; i < 3; i++) {
             assert_int_equal(d->row[i].pos, 248 + i);
-            assert_int_equal(d->row[i].flags, MK_ROW_LOGITS | MK_ROW_SAMPLE | (i < 2 ? MK_ROW_EXTRA : 0));
+            assert_int_equal(d->row[i].flags, MK_ROW_LOGITS | MK_ROW_SAMPLE | MK_ROW_GREEDY | (i < 2 ? MK_ROW_EXTRA : 0));
             seen[n++] = d->row[i].token;
         }
     }

@@ -287,6 +287,12 @@ static void shapes(void **state)
     BREAK(IN(1, LM_HEAD, 0)->lm_head.logits_vec = 77, "LM_HEAD", "logits go to vector 77");
     BREAK(IN(0, SAMPLE, 0)->sample.vocab = 39, "SAMPLE", "vocabulary 39");
     BREAK(IN(0, SAMPLE, 0)->sample.slices = 3, "SAMPLE", "stats has 16");
+    BREAK(IN(2, SAMPLE, 0)->sample.helper = 4, "worker 2", "helper 4 of 3");
+    BREAK(IN(2, SAMPLE, 0)->sample.helper = 3, "SAMPLE", "helper 3 is worker 2");
+    BREAK(IN(2, SAMPLE, 0)->sample.helpers = 4, "worker 2", "one of 4 helpers, SAMPLE expects 3");
+    BREAK(pb_remove(p, 2, AT(IN(2, SAMPLE, 0))), "worker 0", "3 helpers, the program has 2");
+    BREAK(IN(2, SAMPLE, 0)->signal_vec = IN(0, SAMPLE, 0)->signal_vec, "worker 2", "helps, but publishes sampled");
+    BREAK(mk_insn s = *IN(2, SAMPLE, 0); pb_remove(p, 2, s.seq); pb_insert(p, 2, 1, &s), "worker 2", "expected to be the last of its queue");
     BREAK(VEC("sampled")->width = 48, "SAMPLE", "local vector sampled has 48");
 }
 

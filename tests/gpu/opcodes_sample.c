@@ -8,6 +8,7 @@
 typedef struct sample_arg {
     uint32_t vocab, slices;
     int flat; /* many equal logits */
+    uint32_t helpers;
 } sample_arg;
 
 static void sample_make(mk_case *c, const void *arg)
@@ -16,12 +17,14 @@ static void sample_make(mk_case *c, const void *arg)
     case_even(c, "stats", MK_F32, 0, 4 * a->slices, a->slices);
     case_bulk(c, "logits", (uint64_t)MK_MAX_ROWS * a->vocab * 4, a->slices);
     case_local(c, "sampled", sizeof(mk_sampled));
-    mk_insn *in = case_add(c, 0, MK_OP_SAMPLE);
-    in->layer = MK_NONE;
-    in->sample = (mk_sample){.vocab = a->vocab, .slices = a->slices};
-    case_wait(c, in, 0);
-    case_wait(c, in, 1);
-    case_to(c, in, 2, 0);
+    for (uint32_t w = 0; w <= a->helpers; w++) {
+        mk_insn *in = case_add(c, w, MK_OP_SAMPLE);
+        in->layer = MK_NONE;
+        in->sample = (mk_sample){.vocab = a->vocab, .slices = a->slices, .helper = (uint16_t)w, .helpers = (uint16_t)a->helpers};
+        case_wait(c, in, 0);
+        case_wait(c, in, 1);
+        if (!w) case_to(c, in, 2, 0);
+    }
     case_seal(c, &(case_sizes){0});
     const mk_sampling s[CASE_STREAMS] = {{.temperature = 0, .top_p = 1},
                                          {.temperature = 1, .top_p = 1, .seed = 3},
@@ -70,6 +73,9 @@ const case_spec sample_cases[] = {
     {"SAMPLE", "vocabulary 515 in 8 slices", S(.vocab = 515, .slices = 8)},
     {"SAMPLE", "vocabulary 32,000 in 264 slices, many ties", S(.vocab = 32000, .slices = 264, .flat = 1)},
     {"SAMPLE", "vocabulary 163,840 in 1,320 slices", S(.vocab = 163840, .slices = 1320)},
+    {"SAMPLE", "vocabulary 163,840, 131 helpers", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131}, 132},
+    {"SAMPLE", "vocabulary 151,936, 7 helpers, many ties", sample_make, sample_feed, &(const sample_arg){.vocab = 151936, .slices = 1200, .flat = 1, .helpers = 7}, 8},
+    {"SAMPLE", "vocabulary 37, 63 helpers", sample_make, sample_feed, &(const sample_arg){.vocab = 37, .slices = 30, .helpers = 63}, 64},
     {0},
 };
 

@@ -424,11 +424,14 @@ mk_program *pb_make(const pb_config *c)
         signal_slice(in, stats, sp, w);
         consume(&b, w, in, mk_segment_bytes(MK_W_BF16, n, HIDDEN, 0, 128));
     }
-    mk_insn *in = emit(&b, 0, MK_OP_SAMPLE, MK_NONE);
-    in->sample = (mk_sample){.vocab = VOCAB, .slices = b.A};
-    wait_all(&b, in, stats, sp);
-    wait_all(&b, in, logits, lp);
-    signal_slice(in, sampled, mp, 0);
+    mk_insn *in;
+    for (uint32_t w = b.A; w-- > 0;) {
+        in = emit(&b, w, MK_OP_SAMPLE, MK_NONE);
+        in->sample = (mk_sample){.vocab = VOCAB, .slices = b.A, .helper = (uint16_t)w, .helpers = (uint16_t)(b.A - 1)};
+        wait_all(&b, in, stats, sp);
+        wait_all(&b, in, logits, lp);
+        if (!w) signal_slice(in, sampled, mp, 0);
+    }
     in = emit(&b, 0, MK_OP_SCHEDULE, MK_NONE);
     wait_all(&b, in, sampled, mp);
 
