@@ -14,6 +14,7 @@
 #define MK_WARP_CONTROL   MK_WARPS       /* reads step descriptors, feeds instructions */
 #define MK_WARP_STATIC    (MK_WARPS + 1) /* streams the static tape */
 #define MK_WARP_EXPERT    (MK_WARPS + 2) /* streams the chosen experts' slices */
+#define MK_WARP_COURIER   (MK_WARPS + 3) /* goes to the host for SCHEDULE */
 #define MK_THREADS        (MK_COMPUTE + 4 * 32) /* whole warpgroups: setmaxnreg */
 
 #define MK_STAGE_BYTES    16384u /* weights of a stage: whole K blocks of one segment */
@@ -94,6 +95,7 @@ typedef struct mk_gpu_args {
     const mk_slot *slot;  /* pinned */
     const uint32_t *page; /* the device's copy of the page tables */
     mk_sched *sched;
+    mk_event *event;      /* pinned: where the courier takes SCHEDULE's events to */
     uint4 *step_ring;     /* [MK_STEP_RING][MK_STEP_PACKETS] packets */
     uint32_t *abort;
     uint32_t *position;   /* [workers] the instruction last fed: for the flight recorder */

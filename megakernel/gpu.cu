@@ -42,6 +42,7 @@ struct mk_gpu {
     uint8_t *bounce; /* for small transfers */
     /* device */
     mk_sched *sched;
+    mk_event *outbox;
     mk_sched_slot *st;
     uint32_t *active, *pages;
     uint8_t *local; /* image of the LOCAL vectors: mk_gpu_once, else NULL */
@@ -358,6 +359,7 @@ static int allocate(mk_gpu *g, mk_err *err)
              (g->submit = (mk_submit *)pinned_memory(g, "submit ring", sizeof(mk_submit) * MK_SUBMIT_RING, err)) &&
              (g->event = (mk_event *)pinned_memory(g, "token ring", sizeof(mk_event) * MK_EVENT_RING, err)) &&
              (g->event_read = (uint32_t *)pinned_memory(g, "token ring", 64, err)) &&
+             (g->outbox = (mk_event *)device_memory(g, "token ring", sizeof(mk_event) * MK_EVENT_RING, err)) &&
              (g->slot = (mk_slot *)pinned_memory(g, "slots", slots * sizeof(mk_slot), err)) &&
              (g->page = (uint32_t *)pinned_memory(g, "page tables", 4ull * slots * g->max_pages, err)) &&
              (g->token = (uint32_t *)pinned_memory(g, "token logs", 4ull * slots * context, err)) &&
@@ -369,6 +371,7 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->slot = g->slot;
     a->page = g->pages;
     a->sched = g->sched;
+    a->event = g->event;
     a->fault = g->fault;
     a->heartbeat = g->heartbeat;
     a->timeout_ns = (uint64_t)(g->cfg.timeout_ms ? g->cfg.timeout_ms : 2000) * 1000000u;
@@ -518,7 +521,7 @@ static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
     mk_sched s;
     memset(&s, 0, sizeof s);
     s.submit = g->submit;
-    s.event = g->event;
+    s.event = g->outbox; /* the courier takes them to g->event */
     s.event_read = g->event_read;
     s.slot = g->slot;
     s.token = g->token;

@@ -4,6 +4,7 @@
  *   controller   waits for the next step descriptor, then feeds the queue's instructions, a few ahead
  *   static       streams the worker's tape into its ring, over instruction, layer and step boundaries
  *   expert       waits for the route of a layer, then streams the slices that fall to this worker
+ *   courier      on SCHEDULE's worker: fetches the host's words, takes events to the host (instructions/schedule.cuh)
  *
  * On abort every wait falls through; the compute warps finish what they were fed (with what is there: rows of an aborted step are void)
  * and leave together, because it is the controller who tells them to. */
@@ -51,6 +52,13 @@ MK_DEV void mk_matrix_run(const mk_dev *d)
         mk_gemv_finish(d, &t);
 }
 
+/* This worker's queue ends with SCHEDULE. */
+MK_DEV bool schedules(const mk_gpu_args *a)
+{
+    const uint32_t first = a->queue[blockIdx.x], end = a->queue[blockIdx.x + 1];
+    return end > first && a->insn[end - 1].opcode == MK_OP_SCHEDULE;
+}
+
 MK_DEV void compute(const mk_gpu_args *a)
 {
     mk_shared *sh = mk_sh();
@@ -65,8 +73,7 @@ MK_DEV void compute(const mk_gpu_args *a)
     d.memo = &sh->memo[d.warp];
 
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
-    uint32_t first = a->queue[d.worker], end = a->queue[d.worker + 1];
-    if (!MK_ONE_STEP && d.warp == 0 && end > first && a->insn[end - 1].opcode == MK_OP_SCHEDULE) mk_schedule_next(a, d.lane);
+    if (!MK_ONE_STEP && d.warp == 0 && schedules(a)) mk_schedule_next(a, d.lane, true);
 
     mk_phase_wait();
     mk_phase_carry(a, false);
@@ -332,6 +339,8 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (warp == MK_WARP_CONTROL) {
             control(&a, sh);
+        } else if (warp == MK_WARP_COURIER) {
+            if (!MK_ONE_STEP && schedules(&a)) mk_courier(&a, sh, threadIdx.x % 32);
         } else if (threadIdx.x % 32 == 0) {
             if (warp == MK_WARP_STATIC)
                 stream_static(&a, sh);
