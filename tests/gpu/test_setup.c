@@ -321,13 +321,13 @@ static void self_test_of(const char *name, const char *dir, uint32_t workers, en
 static void self_test(void **state)
 {
     (void)state;
-    self_test_of("kimi_linear-tiny", "tests/oracle/kimi_linear", sms, MK_WEIGHTS_AUTO, 8, 1024, 3);
+    self_test_of("kimi_linear-tiny", "tests/oracle/kimi_linear", sms, MK_WEIGHTS_AUTO, 8, 1024, 8);
     self_test_of("kimi_linear-tiny-2-streams", "tests/oracle/kimi_linear", sms, MK_WEIGHTS_FP8, 2, 256, 1);
-    self_test_of("deepseek_v3-tiny", "tests/oracle/deepseek_v3", sms, MK_WEIGHTS_AUTO, 8, 1024, 2);
-    self_test_of("moonlight-tiny", "tests/oracle/moonlight", sms, MK_WEIGHTS_AUTO, 1, 512, 1);
-    self_test_of("glm4_moe_lite-tiny", "tests/oracle/glm4_moe_lite", sms, MK_WEIGHTS_BF16, 8, 1024, 1);
-    self_test_of("qwen3_next-tiny", "tests/oracle/qwen3_next", 60, MK_WEIGHTS_AUTO, 8, 1024, 1);
-    self_test_of("llama-tiny", "tests/oracle/llama", sms, MK_WEIGHTS_AUTO, 8, 1024, 1);
+    self_test_of("deepseek_v3-tiny", "tests/oracle/deepseek_v3", sms, MK_WEIGHTS_AUTO, 8, 1024, 8);
+    self_test_of("moonlight-tiny", "tests/oracle/moonlight", sms, MK_WEIGHTS_AUTO, 1, 512, 8);
+    self_test_of("glm4_moe_lite-tiny", "tests/oracle/glm4_moe_lite", sms, MK_WEIGHTS_BF16, 8, 1024, 8);
+    self_test_of("qwen3_next-tiny", "tests/oracle/qwen3_next", 60, MK_WEIGHTS_AUTO, 8, 1024, 8);
+    self_test_of("llama-tiny", "tests/oracle/llama", sms, MK_WEIGHTS_AUTO, 8, 1024, 8);
     assert_int_equal(failures, 0);
 }
 
