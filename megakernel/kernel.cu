@@ -321,8 +321,8 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         memset(sh->memo, 0, sizeof sh->memo);
         sh->args = a;
     }
-    for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 4; i += MK_THREADS) ((uint32_t *)sh->vec)[i] = ((const uint32_t *)a.vec)[i];
-    for (uint32_t i = threadIdx.x; i < a.n_start; i += MK_THREADS) sh->start[i] = a.start[i];
+    for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 16; i += MK_THREADS) ((uint4 *)sh->vec)[i] = ((const uint4 *)a.vec)[i];
+    for (uint32_t i = threadIdx.x; i < (a.n_start + 7) / 8; i += MK_THREADS) ((uint4 *)sh->start)[i] = ((const uint4 *)a.start)[i]; /* memory comes in pieces of 256 bytes */
     if (a.local_image) local_copy(mk_local_memory(&a), a.local_image + (size_t)blockIdx.x * a.local_bytes, a.local_bytes);
     __syncthreads();
     if (threadIdx.x < a.n_vec && sh->vec[threadIdx.x].slice_packets) sh->vec[threadIdx.x].reserved = mk_div_by(sh->vec[threadIdx.x].slice_packets).magic;

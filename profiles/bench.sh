@@ -38,7 +38,7 @@ growing() { # name prompt tokens mkd's flags...: a generation as a client sees i
 preset() { # name
     local base=()
     if [ -x "$BUILD/profiles/baseline" ]; then
-        "$BUILD/profiles/baseline" --preset "$1" --ctx 2048 --out "$OUT/$1-baseline.json" && base=(--baseline "$OUT/$1-baseline.json")
+        "$BUILD/profiles/baseline" --preset "$1" --ctx 2048 --out "$OUT/$1-baseline.json" >/dev/null && base=(--baseline "$OUT/$1-baseline.json")
     fi
     start --device gpu --preset "$1" --kv-tokens 32832 || return 1
     "$BUILD/mkctl" bench --socket-dir "$dir" --ctx "$CTX" --rows "$ROWS" --steps "$STEPS" --out-dir "$OUT" "${base[@]}" || return 1
