@@ -3,13 +3,14 @@
 # one: the small checkpoint on the twin. Builds nothing; JSON goes to $OUT (default: profiles/results), plots of it to $OUT/plots.
 #   PRESETS="kimi-linear-48b ..."  which presets (default: all)
 #   SHORT=1                        context 2,048 and one row only: two or three presets in three minutes; without it everything in ten
-#   CTX, ROWS, STEPS               what to measure, overriding both
+#   CTX, ROWS, STEPS               what to measure, overriding both; BASELINE_STEPS=0 leaves the baselines out
 cd "$(dirname "$0")/.." || exit 2
 BUILD=${BUILD:-build}
 OUT=${OUT:-profiles/results}
 CTX=${CTX:-$([ -n "${SHORT:-}" ] && echo 2048 || echo 512,2048,32768)}
 ROWS=${ROWS:-$([ -n "${SHORT:-}" ] && echo 1 || echo 1,2,4,8)}
 STEPS=${STEPS:-2000}
+BASELINE_STEPS=${BASELINE_STEPS:-200}
 [ -x "$BUILD/mkd" ] || { echo "bench: $BUILD/mkd is not there: make all" >&2; exit 2; }
 dir=$(mktemp -d)
 trap 'kill -9 $pid 2>/dev/null; rm -rf "$dir"' EXIT
@@ -37,8 +38,8 @@ growing() { # name prompt tokens mkd's flags...: a generation as a client sees i
 
 preset() { # name
     local base=()
-    if [ -x "$BUILD/profiles/baseline" ]; then
-        "$BUILD/profiles/baseline" --preset "$1" --ctx 2048 --out "$OUT/$1-baseline.json" >/dev/null && base=(--baseline "$OUT/$1-baseline.json")
+    if [ -x "$BUILD/profiles/baseline" ] && [ "$BASELINE_STEPS" != 0 ]; then
+        "$BUILD/profiles/baseline" --preset "$1" --ctx 2048 --steps "$BASELINE_STEPS" --out "$OUT/$1-baseline.json" >/dev/null && base=(--baseline "$OUT/$1-baseline.json")
     fi
     start --device gpu --preset "$1" --kv-tokens 32832 || return 1
     "$BUILD/mkctl" bench --socket-dir "$dir" --ctx "$CTX" --rows "$ROWS" --steps "$STEPS" --out-dir "$OUT" "${base[@]}" || return 1
@@ -54,7 +55,7 @@ preset() { # name
 
 mkdir -p "$OUT"
 if [ -e /dev/nvidiactl ]; then
-    for p in ${PRESETS:-kimi-linear-48b moonlight-16b glm-4.7-flash qwen3-coder-next-80b qwen3.6-35b-a3b llama-3.2-1b}; do
+    for p in ${PRESETS:-kimi-linear-48b moonlight-16b glm-4.7-flash qwen3-coder-next-80b qwen3.6-35b-a3b llama-3.2-1b glm52-mla}; do
         preset "$p" || { echo "bench: $p failed" >&2; bad=1; kill -9 $pid 2>/dev/null; }
     done
     [ -n "${SHORT:-}" ] || growing gpu-english 256 1000 --device gpu --context 4096 --model tests/english/checkpoint || bad=1
