@@ -126,6 +126,7 @@ static json_t *pinned_report(const mk_client_info *a, const mk_measured *m, cons
     json_object_set_new(j, "prompt_tok_s", r->prompt_tok_s > 0 ? json_real(r->prompt_tok_s) : json_null()); /* client clock, 8 rows a step */
     json_object_set_new(j, "clocks", json_pack("{s:O,s:O}", "before", before, "after", after));
     json_object_set_new(j, "routing_seed", json_integer((json_int_t)q->seed));
+    json_object_set_new(j, "layers", json_integer((json_int_t)a->welcome.layers)); /* of glm52-mla: bricks of a step */
     json_object_set_new(j, "sampling", q->temperature > 0 ? json_pack("{s:f,s:f}", "temperature", (double)q->temperature, "top_p", (double)q->top_p) : json_string("greedy"));
     json_object_set_new(j, "commit", json_string(a->build));
     json_object_set_new(j, "date", json_string(date));
