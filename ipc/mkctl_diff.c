@@ -273,8 +273,9 @@ static int flipped(diff *d, const mk_program *q, const mk_step *step, const mk_m
     return 1;
 }
 
-/* The earliest wave after which the free run is off: bisection. *tie: that is a route that went the other way at a near tie. */
-static int locate(diff *d, const mk_step *step, mk_divergence *first, int *tie, mk_err *err)
+/* The earliest wave after which the free run is off: bisection. *tie: that is a route that went the other way at a near tie; *good: the
+ * comparison of what came before. */
+static int locate(diff *d, const mk_step *step, mk_divergence *first, int *tie, mk_comparison *good, mk_err *err)
 {
     uint32_t lo = 0, hi = d->levels - 1, regions;
     mk_memory want = *d->twin;
@@ -299,7 +300,7 @@ static int locate(diff *d, const mk_step *step, mk_divergence *first, int *tie, 
         if (c.first.found)
             hi = mid;
         else
-            lo = mid + 1;
+            lo = mid + 1, *good = c;
     }
     for (uint32_t i = 0; i < MK_REGIONS; i++) free(*at[i]);
     if (!rc && !*tie) printf("step %u, free run, wave %u of %u: first divergence: %s\n", step->seq, hi, d->levels, first->text);
@@ -315,13 +316,10 @@ static const mk_insn *find(const mk_program *p, uint32_t opcode, uint32_t *worke
 }
 
 /* Tokens of the free run. Two that the twin finds all but equally likely may change places when the choice is greedy. */
-static void compare_tokens(diff *d, const mk_step *step, mk_comparison *c)
+static void compare_tokens(diff *d, const mk_step *step, const mk_sampled *a, const mk_sampled *b, mk_comparison *c)
 {
-    uint32_t w = 0;
+    uint32_t w;
     const mk_insn *in = find(d->p, MK_OP_SAMPLE, &w);
-    if (!in) return;
-    uint64_t at = w * d->p->info.local_bytes + d->p->vec[in->signal_vec].offset;
-    const mk_sampled *a = (const mk_sampled *)(d->twin->local + at), *b = (const mk_sampled *)(d->got.local + at);
     for (uint32_t r = 0; r < step->nrows; r++) {
         if (!(step->row[r].flags & MK_ROW_SAMPLE)) continue;
         const float *l = (const float *)(d->twin->bulk + d->p->vec[in->wait[1].vec].offset) + (size_t)r * d->p->info.vocab;
@@ -338,18 +336,26 @@ static void compare_tokens(diff *d, const mk_step *step, mk_comparison *c)
 
 static int run_free(diff *d, const mk_step *step, mk_err *err)
 {
-    uint32_t regions;
-    mk_comparison c = {0};
+    uint32_t regions, w = 0;
+    mk_comparison c = {0}, good = {0};
+    mk_sampled a, b;
     mk_program q = part(d, up_to_wave, ~0u, 0, &regions);
     int rc = on_gpu(d, &q, &d->start, step, MK_REGIONS_ALL, err), tie = 0;
+    const mk_insn *sample = find(d->p, MK_OP_SAMPLE, &w);
     if (!rc) rc = compare_last(d, &q, step, d->twin, &c, err);
-    if (!rc && c.first.found && !d->free.first.found) rc = locate(d, step, &c.first, &tie, err);
     if (rc) return rc;
+    if (sample) { /* locating uses the memory */
+        uint64_t at = w * d->p->info.local_bytes + d->p->vec[sample->signal_vec].offset;
+        memcpy(&a, d->twin->local + at, sizeof a);
+        memcpy(&b, d->got.local + at, sizeof b);
+    }
+    if (c.first.found && !d->free.first.found && (rc = locate(d, step, &c.first, &tie, &good, err))) return rc;
     if (tie) {
         d->flips++;
-        return MK_OK;
+        c = good; /* up to there */
+    } else if (sample) {
+        compare_tokens(d, step, &a, &b, &c);
     }
-    compare_tokens(d, step, &c);
     d->free.failed += c.failed;
     if (!d->free.first.found) d->free.first = c.first;
     for (unsigned op = 0; op < MK_OP_COUNT; op++)
@@ -401,7 +407,7 @@ static int report(const diff *d, const mk_gpu_info *info, const char *dir, mk_er
         if (d->wave.values[op])
             printf("    %-12s %12llu values  worst %.2e of %.0e    free run: worst %.2e\n", mk_opcode_name(op), (unsigned long long)d->wave.values[op],
                    d->wave.worst[op], d->wave.tolerance[op], d->free.worst[op]);
-    printf("tokens of the free runs: %llu of %llu the twin's; %llu of %llu steps left out because of a near tie of experts\n", (unsigned long long)d->same_tokens,
+    printf("tokens of the free runs: %llu of %llu the twin's; %llu of %llu steps compared up to a near tie of experts only\n", (unsigned long long)d->same_tokens,
            (unsigned long long)d->tokens, (unsigned long long)d->flips, (unsigned long long)d->steps);
     if (d->cfg->json) {
         FILE *f = fopen(d->cfg->json, "w");
