@@ -37,7 +37,6 @@ void mk_gemv_twin(mk_ctx *c)
                     .phase = g->phase,
                     .scale_k = g->scale_k};
     if (norms == 1) mk_matvec(&s, xr, nrows, yr);
-    c->bytes += mk_weight_bytes(&s);
     for (uint32_t h = 0; norms > 1 && h < norms; h++) { /* heads ascending, each with its norm */
         s.kb0 = h * (g->norm_group / mk_kblock_values(g->wtype));
         s.kb1 = (h + 1) * (g->norm_group / mk_kblock_values(g->wtype));

@@ -47,7 +47,6 @@ void mk_lm_head_twin(mk_ctx *c)
                         .phase = l->phase,
                         .scale_k = MK_SCALE_ROWS};
         mk_matvec(&s, xr, m, yr);
-        c->bytes += mk_weight_bytes(&s);
         for (uint32_t q = 0; q < m; q++)
             for (uint32_t i = 0; i < l->n; i++) yr[q][i] *= factor[q];
     }

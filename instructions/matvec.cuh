@@ -307,7 +307,7 @@ MK_DEV void mk_product(const mk_dev *d, const mk_tile *t, uint32_t kb0, uint32_t
         }
     }
     if (d->lane == 0) {
-        mk_trace_bytes(d, (kb1 - kb0) * kb_bytes);
+        if (RING == MK_EXPERT) mk_trace_bytes_here(d, (kb1 - kb0) * kb_bytes);
         d->memo->at[RING] = at;
         d->memo->lap[RING] = lap;
     }

@@ -41,7 +41,7 @@ typedef struct mk_ctx {
     float *scratch;          /* of the machine, one for all workers: staged vectors and outputs of one instruction */
     mk_route_hook route_hook;
     void *route_arg;
-    uint64_t bytes;          /* of weights, cache and state that the instruction has read: the trace */
+    uint64_t bytes;          /* of experts' weights, cache and state that the instruction has read: the trace */
     void *machine;           /* SCHEDULE: struct mk_sched of the machine */
 } mk_ctx;
 

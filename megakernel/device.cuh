@@ -128,8 +128,10 @@ typedef struct mk_memo {
 
 /* What thread 0 has noted of the instruction under way, when its step is traced. */
 typedef struct mk_trace_now {
-    uint64_t start, since; /* since: of the wait for weights under way */
-    uint32_t input, weights, publish, bytes;
+    alignas(16) uint32_t input; /* low half of the clock, 0: not seen */
+    uint32_t weights, publish, bytes;
+    uint32_t start, base, high; /* start of the instruction, of the step; high half of the latter */
+    uint32_t since; /* of the wait for weights under way */
     uint32_t on;    /* mk_step.trace; 0: nothing is noted */
     uint32_t first; /* the worker's first record of a step */
 } mk_trace_now;
@@ -288,6 +290,13 @@ MK_DEV uint64_t mk_now(void)
     return t;
 }
 
+MK_DEV uint32_t mk_now_low(void)
+{
+    uint32_t t;
+    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
+    return t;
+}
+
 /* ---- a worker ------------------------------------------------------------------------------------------------------- */
 
 /* A compute thread. */
@@ -298,6 +307,7 @@ typedef struct mk_dev {
     const mk_step *step;
     mk_memo *memo; /* the warp's: read by all lanes, written by lane 0 between two __syncwarp */
     uint32_t worker, tid, warp, lane;
+    uint32_t trace; /* thread 0 of a traced step: mk_step.trace; else 0 */
 } mk_dev;
 #include "megakernel/trace.cuh"
 
@@ -305,7 +315,8 @@ typedef struct mk_dev {
 MK_DEV mk_dev mk_here(const mk_insn *in)
 {
     mk_shared *sh = mk_sh();
-    mk_dev d = {&sh->args, sh, in, &sh->step, &sh->memo[threadIdx.x / 32], blockIdx.x, threadIdx.x, threadIdx.x / 32, threadIdx.x % 32};
+    mk_dev d = {&sh->args, sh, in, &sh->step, &sh->memo[threadIdx.x / 32], blockIdx.x, threadIdx.x, threadIdx.x / 32, threadIdx.x % 32,
+                threadIdx.x ? 0 : sh->trace.on};
     return d;
 }
 

@@ -81,8 +81,9 @@ MK_DEV void compute(const mk_gpu_args *a)
         uint32_t slot = n % MK_INSN_RING, parity = n / MK_INSN_RING & 1;
         while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), parity)) {}
         d.in = &sh->insn[slot];
+        const uint32_t opcode = d.in->opcode;
         mk_trace_begin(&d);
-        switch (d.in->opcode) {
+        switch (opcode) {
         case MK_OP_EMBED: mk_embed_run(&d); break;
         case MK_OP_GEMV:
         case MK_OP_LM_HEAD: mk_matrix_run(&d); break;

@@ -1,54 +1,66 @@
-/* The device's side of the trace (trace.h). Part of device.cuh. A step is traced when its descriptor says so; otherwise a hook is a branch that thread 0
- * takes on a word of shared memory and the others on their number: no register is held for it, and a stage of weights that is there is not looked at twice.
- * Thread 0 notes for its worker: the warps share every instruction, so what warp 0 sees is what the worker does. */
+/* The device's side of the trace (trace.h). Part of device.cuh. A step is traced when its descriptor says so; otherwise a hook is a branch on mk_dev.trace,
+ * which is 0. Thread 0 notes for its worker: the warps share every instruction, so what warp 0 sees is what the worker does. Inside a product the word in
+ * shared memory is asked instead, where it costs nothing (a stage is not there) or is rare: a register that lives across the product spills others. */
 #ifndef MK_TRACE_CUH
 #define MK_TRACE_CUH
 
-MK_DEV bool mk_traced(const mk_dev *d)
+MK_DEV void mk_trace_begin(mk_dev *d)
 {
-    return d->tid == 0 && d->sh->trace.on;
-}
-MK_DEV void mk_trace_begin(const mk_dev *d)
-{
-    if (d->tid) return;
     mk_trace_now *t = &d->sh->trace;
-    t->on = d->step->trace;
-    if (!t->on) return;
-    t->input = t->weights = t->publish = t->bytes = 0;
-    t->start = mk_now();
+    d->trace = d->tid == 0 ? d->step->trace : 0;
+    if (d->tid == 0) t->on = d->trace;
+    if (!d->trace) return;
+    *(uint4 *)&t->input = make_uint4(0, 0, 0, 0);
+    if (d->in->seq) { /* the low half alone is one read */
+        t->start = mk_now_low();
+    } else {
+        const uint64_t now = mk_now();
+        t->start = t->base = (uint32_t)now;
+        t->high = (uint32_t)(now >> 32);
+    }
 }
 /* The input is complete: after the barrier that says so to all. */
 MK_DEV void mk_trace_input(const mk_dev *d)
 {
-    if (mk_traced(d)) d->sh->trace.input = (uint32_t)(mk_now() - d->sh->trace.start);
+    if (d->trace) d->sh->trace.input = mk_now_low();
 }
 /* The result is there, its publication begins. */
 MK_DEV void mk_trace_publish(const mk_dev *d)
 {
-    if (mk_traced(d)) d->sh->trace.publish = (uint32_t)(mk_now() - d->sh->trace.start);
+    if (d->trace) d->sh->trace.publish = mk_now_low();
+}
+MK_DEV void mk_trace_bytes(const mk_dev *d, uint32_t n)
+{
+    if (d->trace) d->sh->trace.bytes += n;
+}
+MK_DEV bool mk_trace_here(const mk_dev *d)
+{
+    return d->tid == 0 && d->sh->trace.on;
+}
+MK_DEV void mk_trace_bytes_here(const mk_dev *d, uint32_t n)
+{
+    if (mk_trace_here(d)) d->sh->trace.bytes += n;
 }
 /* Around a wait for a stage of weights that is not there yet. */
 MK_DEV void mk_trace_wait(const mk_dev *d)
 {
-    if (mk_traced(d)) d->sh->trace.since = mk_now();
+    if (mk_trace_here(d)) d->sh->trace.since = mk_now_low();
 }
 MK_DEV void mk_trace_waited(const mk_dev *d)
 {
-    if (mk_traced(d)) d->sh->trace.weights += (uint32_t)(mk_now() - d->sh->trace.since);
-}
-MK_DEV void mk_trace_bytes(const mk_dev *d, uint32_t n)
-{
-    if (mk_traced(d)) d->sh->trace.bytes += n;
+    if (mk_trace_here(d)) d->sh->trace.weights += mk_now_low() - d->sh->trace.since;
 }
 /* Writes the record. SCHEDULE does it before it may idle, and again at its end. */
 MK_DEV void mk_trace_end(const mk_dev *d)
 {
-    if (!mk_traced(d)) return;
+    if (!d->trace) return;
     const mk_trace_now *t = &d->sh->trace;
-    const uint32_t tag = t->on >> 16, k = t->on & 0xffffu, end = (uint32_t)(mk_now() - t->start); /* k from 1 */
-    uint4 *r = d->a->trace + 2 * ((size_t)(k - 1) * d->a->n_insn + t->first + d->in->seq);
-    mk_packet_store(r, (uint32_t)t->start, (uint32_t)(t->start >> 32 & 0xffffu) | tag << 16, t->input, t->weights);
-    mk_packet_store(r + 1, t->publish, end, t->bytes, tag << 16 | (k - 1) << 8 | d->step->nrows);
+    const uint4 x = *(const uint4 *)&t->input; /* input, weights, publish, bytes */
+    const uint32_t low = t->start, high = t->high + (low < t->base), end = mk_now_low() - low, tag = d->trace >> 16, k = (d->trace & 0xffffu) - 1;
+    const uint32_t tape = d->in->opcode == MK_OP_LM_HEAD && !d->step->any_logits ? 0 : d->in->tape_bytes;
+    uint4 *r = d->a->trace + 2 * ((size_t)k * d->a->n_insn + t->first + d->in->seq);
+    mk_packet_store(r, low, (high & 0xffffu) | tag << 16, x.x ? x.x - low : 0, x.y);
+    mk_packet_store(r + 1, x.z ? x.z - low : 0, end, x.w + tape, tag << 16 | k << 8 | d->step->nrows);
 }
 
 #endif

@@ -21,7 +21,7 @@ typedef struct mk_trace_record {
     uint32_t weights;  /* how long it waited for weights, in all */
     uint32_t publish;  /* the last product or sum was done, its publication began; 0: the instruction does not tell them apart */
     uint32_t end;
-    uint32_t bytes;    /* of weights, cache and state that it read */
+    uint32_t bytes;    /* of weights (experts': without scales), cache and state that it read */
     uint32_t mark;     /* tag << 16 | step of the trace, from 0 << 8 | rows of the step */
 } mk_trace_record;
 static_assert(sizeof(mk_trace_record) == 32, "two packets");

@@ -120,9 +120,10 @@ static void note(mk_twin *t, const mk_ctx *c, uint64_t began)
 {
     const uint32_t tag = c->step->trace >> 16, k = (c->step->trace & 0xffffu) - 1;
     const uint64_t now = now_ns(), start = t->since[c->worker];
+    const uint32_t tape = c->in->opcode == MK_OP_LM_HEAD && !c->step->any_logits ? 0 : c->in->tape_bytes;
     mk_trace_record *r = t->trace + (size_t)k * t->prog->info.n_insn + t->pc[c->worker];
     mk_trace_record x = {.start_lo = (uint32_t)start, .start_hi = (uint16_t)(start >> 32), .tag = (uint16_t)tag,
-                         .input = (uint32_t)(began - start), .end = (uint32_t)(now - start), .bytes = (uint32_t)c->bytes};
+                         .input = (uint32_t)(began - start), .end = (uint32_t)(now - start), .bytes = (uint32_t)c->bytes + tape};
     *r = x;
     __atomic_store_n(&r->mark, tag << 16 | k << 8 | c->step->nrows, __ATOMIC_RELEASE);
     t->since[c->worker] = now;
