@@ -47,7 +47,7 @@ else
 LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
 $(BUILD)/host/machine_gpu.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
-tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline
+tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/race_gpu $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
 	@mkdir -p $(@D)
@@ -96,6 +96,14 @@ $(BUILD)/tests/gpu/latency: $(BUILD)/tests/gpu/latency.o $(BUILD)/tests/gpu/cloc
 $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/race_model: %: %.cu.o
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
+# The kernel as racecheck can follow it (device.cuh, mk_arrives), in front of the other.
+$(BUILD)/race/%.cu.o: %.cu
+	@mkdir -p $(@D)
+	@echo '  nvcc $< (racecheck)'
+	@$(NVCC) -std=c++17 -I. -lineinfo $(NVFLAGS) -DMK_RACECHECK -Xcompiler -fno-exceptions,-fno-rtti,-fno-threadsafe-statics -MMD -MP -c -o $@ $<
+$(BUILD)/tests/gpu/race_gpu: $(BUILD)/race/megakernel/kernel.cu.o $(BUILD)/tests/gpu/test_gpu.o $(TESTLIB) $(BUILD)/libmk.a
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 $(BUILD)/tests/gpu/libcount_api.so: tests/gpu/count_api.c
 	@mkdir -p $(@D)
 	@echo '  link $@'

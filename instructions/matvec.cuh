@@ -300,7 +300,7 @@ MK_DEV void mk_product(const mk_dev *d, const mk_tile *t, uint32_t kb0, uint32_t
             for (int i = 0; i < 4; i++) acc[i] = __fadd_rn(acc[i], part[i]);
         }
         __syncwarp();
-        if (d->lane == 0) mk_mbar_arrive(mk_smem(&d->sh->empty[RING][at]));
+        if (mk_arrives(d->lane)) mk_mbar_arrive(mk_smem(&d->sh->empty[RING][at]));
         if (++at == stages) {
             at = 0;
             lap ^= 1;

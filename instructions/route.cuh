@@ -237,10 +237,8 @@ MK_DEV void mk_route_run(const mk_dev *d)
         mk_sync();
     }
     __syncwarp();
-    if (d->tid == 0) {
-        mk_mbar_arrive(mk_smem(&d->sh->route_full));
-        d->memo->route_parity ^= 1;
-    }
+    if (d->warp == 0 && mk_arrives(d->lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
+    if (d->tid == 0) d->memo->route_parity ^= 1;
     if (nrows == 1) mk_sync();
 }
 

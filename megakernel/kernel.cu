@@ -103,7 +103,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         }
         mk_trace_end(&d);
         __syncwarp();
-        if (d.lane == 0) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
+        if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
     }
 }
 
@@ -155,10 +155,8 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             if (leave) break;
             if (lane < sizeof(mk_insn) / 16) ((uint4 *)&sh->insn[slot])[lane] = part;
             __syncwarp();
-            if (lane == 0) {
-                mk_store_relaxed(a->position + worker, i - first);
-                mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
-            }
+            if (lane == 0) mk_store_relaxed(a->position + worker, i - first);
+            if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
         }
         if (MK_ONE_STEP) break;
     }
@@ -168,8 +166,9 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     if (lane == 0) {
         if (!MK_ONE_STEP || leave || !sh->step.nrows) sh->leave = 1; /* else the loaders leave by themselves */
         sh->insn[slot].opcode = MK_OP_LEAVE;
-        mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
     }
+    __syncwarp();
+    if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
 }
 
 /* ---- loaders -------------------------------------------------------------------------------------------------------- */
@@ -306,14 +305,14 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
 #endif
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < MK_INSN_RING; i++) {
-            mk_mbar_init(&sh->insn_full[i], 1);
-            mk_mbar_init(&sh->insn_empty[i], MK_WARPS);
+            mk_mbar_init(&sh->insn_full[i], MK_ARRIVALS);
+            mk_mbar_init(&sh->insn_empty[i], MK_WARPS * MK_ARRIVALS);
         }
         for (uint32_t i = 0; i < 2 * MK_STATIC_MAX; i++) {
             mk_mbar_init(&sh->full[0][i], 1);
-            mk_mbar_init(&sh->empty[0][i], MK_WARPS);
+            mk_mbar_init(&sh->empty[0][i], MK_WARPS * MK_ARRIVALS);
         }
-        mk_mbar_init(&sh->route_full, 1);
+        mk_mbar_init(&sh->route_full, MK_ARRIVALS);
         mk_mbar_init(&sh->route_empty, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
