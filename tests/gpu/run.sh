@@ -24,10 +24,12 @@ part() {
     [ $rc = 0 ] && echo "ok - $name ($((SECONDS - begin)) s)" || { echo "not ok - $name: exit code $rc"; tail -15 "$TOP/$name/log" | cut -c1-400 | sed 's/^/#   /'; }
 }
 to() { "${@:2}" >"$OUT/$1"; } # a command that prints its report
-sanitize() { # tool: over a short run of the tiny models
-    compute-sanitizer --tool "$1" --error-exitcode 3 --print-limit 20 "$T/test_gpu" -q -t 60000
+memcheck() { # over a short run of the tiny models that have all opcodes between them
+    local rc=0
+    for f in kimi_linear qwen3_next; do compute-sanitizer --tool memcheck --error-exitcode 3 --print-limit 20 "$T/test_gpu" -q -f $f -t 60000 || rc=1; done
+    return $rc
 }
-export -f to sanitize
+export -f to memcheck
 export T
 
 ALL='gpu opcodes setup tear latency trace residency inject memcheck racecheck'
@@ -39,8 +41,8 @@ part latency 60 bash -c 'to latency.json "$T/latency"'           # idle to first
 part trace 120 bash tests/gpu/test_trace.sh                      # every instruction in it; what tracing costs
 SECONDS_SOAK=${SOAK:-60} part residency $((${SOAK:-60} + 90)) bash tests/gpu/test_residency.sh # launches and driver calls between READY and shutdown, over a soak
 part inject 180 bash tests/gpu/test_daemon_gpu.sh                     # hangs: named, survived
-part memcheck 300 bash -c 'sanitize memcheck'
-part racecheck 300 bash -c 'sanitize racecheck'
+part memcheck 300 bash -c memcheck
+part racecheck 300 bash tests/gpu/test_racecheck.sh             # shared memory: of the build that racecheck can follow
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,pstate,temperature.gpu --format=csv,noheader >"$TOP/gpu.csv" 2>/dev/null
 python3 tests/gpu/report.py "$TOP" "$("$BUILD/mkd" --version)" >"$TOP/check-gpu.json"
