@@ -31,7 +31,7 @@ MK_DEV void mk_courier(const mk_gpu_args *a, mk_shared *sh, uint32_t lane)
     mk_sched *s = a->sched;
     uint32_t sent = 0, seen = 0; /* events, submit entries */
     for (bool last = false; !last;) {
-        last = sh->leave;
+        last = mk_flag_get(&sh->leave);
         /* one round trip: lane 0 looks for an entry, lane 1 at the events taken, the others at a stream each */
         const uint32_t n = *(volatile uint32_t *)&s->n_active, own = lane - 2;
         const uint32_t *word = lane == 0 ? &s->submit[seen % MK_SUBMIT_RING].seq : s->event_read;

@@ -215,6 +215,23 @@ MK_DEV bool mk_arrives(uint32_t lane)
 {
     return MK_ARRIVALS > 1 || lane == 0;
 }
+/* A word of shared memory that is looked at without any barrier. racecheck takes atomics only for meant. */
+MK_DEV void mk_flag_set(volatile uint32_t *p, uint32_t v)
+{
+#ifdef MK_RACECHECK
+    atomicExch((uint32_t *)p, v);
+#else
+    *p = v;
+#endif
+}
+MK_DEV uint32_t mk_flag_get(const volatile uint32_t *p)
+{
+#ifdef MK_RACECHECK
+    return atomicOr((uint32_t *)p, 0u);
+#else
+    return *p;
+#endif
+}
 MK_DEV void mk_mbar_expect(uint32_t b, uint32_t bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");

@@ -141,7 +141,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
         for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++)
             while (!mk_mbar_try(mk_smem(&sh->insn_empty[i % MK_INSN_RING]), i / MK_INSN_RING & 1)) {}
         if (MK_ONE_STEP ? !sh->step.nrows : !step_receive(a, sh, seq, lane)) break;
-        if (lane == 0) sh->logits[seq & 3] = (seq + 1) * 2 + (sh->step.any_logits != 0);
+        if (lane == 0) mk_flag_set(&sh->logits[seq & 3], (seq + 1) * 2 + (sh->step.any_logits != 0));
         for (uint32_t i = first; i < end; i++, fed++) {
             uint32_t slot = fed % MK_INSN_RING;
             uint4 part = make_uint4(0, 0, 0, 0);
@@ -164,7 +164,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     if (fed >= MK_INSN_RING)
         while (!mk_mbar_try(mk_smem(&sh->insn_empty[slot]), (fed / MK_INSN_RING & 1) ^ 1)) {}
     if (lane == 0) {
-        if (!MK_ONE_STEP || leave || !sh->step.nrows) sh->leave = 1; /* else the loaders leave by themselves */
+        if (!MK_ONE_STEP || leave || !sh->step.nrows) mk_flag_set(&sh->leave, 1); /* else the loaders leave by themselves */
         sh->insn[slot].opcode = MK_OP_LEAVE;
     }
     __syncwarp();
@@ -184,7 +184,7 @@ typedef struct mk_feed {
 MK_DEV bool feed_wait(const mk_feed *f)
 {
     while (!mk_mbar_try(f->empty + 8 * f->at, f->parity ^ 1))
-        if (f->sh->leave) return false;
+        if (mk_flag_get(&f->sh->leave)) return false;
     return true;
 }
 
@@ -230,7 +230,7 @@ MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh)
             const mk_tape_seg s = a->seg[i];
             if (s.lm_head && !MK_ONE_STEP) { /* only now does it matter what the step is */
                 uint32_t seen;
-                while ((seen = sh->logits[seq & 3]) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !sh->leave;
+                while ((seen = mk_flag_get(&sh->logits[seq & 3])) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !mk_flag_get(&sh->leave);
                 if (!on || !(seen & 1)) continue;
             }
             on = feed_segment(&f, a->tape + s.off, s.scales, s.kb_bytes, s.nkb, s.per, s.nsegs, s.shift);
@@ -254,7 +254,7 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
             if (in->opcode == MK_OP_ROUTE) {
                 if (any) mk_mbar_arrive(mk_smem(&sh->route_empty)); /* the layer before is issued */
                 any = 1;
-                while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !sh->leave;
+                while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !mk_flag_get(&sh->leave);
                 parity ^= 1;
                 routes = (const mk_routes *)(mk_local_memory(a) + sh->vec[in->signal_vec].offset);
                 n_union = on ? routes->n_union : 0;
