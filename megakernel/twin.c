@@ -223,6 +223,7 @@ int mk_twin_snapshot(const mk_twin *t, mk_snapshot *s, mk_err *err)
     const mk_sched *sc = &t->sched;
     *s = (mk_snapshot){.prog = p, .live = 1, .epoch0 = t->epoch0, .steps = sc->step, .submitted = sc->submit_next, .taken = sc->submit_next,
                        .published = sc->event_next, .events_read = *sc->event_read, .streams = sc->n_active, .device_read = 1, .step = sc->next};
+    if (sc->hang == MK_HANG_IDLE) s->step.nrows = 0; /* composed, perhaps, and not begun */
     s->position = calloc(i->workers, 4);
     s->counter = calloc(i->n_counter + 1, 4);
     s->exchange = malloc(i->exchange_bytes + 1);
