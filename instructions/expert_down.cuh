@@ -5,9 +5,13 @@
 
 #include "instructions/matvec.cuh"
 
+#define MK_SUMS (MK_MAX_ROWS * MK_SEGMENT_ROWS)
+
 /* Inputs of pairs [p0, p0 + n) into staging slots 0 .. n-1. */
-MK_DEV void mk_pairs_gather(const mk_dev *d, const mk_expert *e, uint32_t T, uint32_t p0, uint32_t n, uint32_t stride)
+MK_CALL void mk_pairs_gather(const mk_insn *in, uint32_t T, uint32_t p0, uint32_t n, uint32_t stride)
 {
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_expert *e = &in->expert;
     const mk_wait *w = &d->in->wait[0];
     const mk_vec *v = &d->sh->vec[w->vec];
     const uint16_t *start = d->sh->start + v->start_index;
@@ -17,7 +21,7 @@ MK_DEV void mk_pairs_gather(const mk_dev *d, const mk_expert *e, uint32_t T, uin
     constexpr int NP = 2;
     for (uint32_t i0 = d->tid; i0 < n * per; i0 += NP * MK_COMPUTE) {
         uint4 q[NP];
-        uint32_t off[NP], to[NP], count[NP], row[NP];
+        uint32_t off[NP], to[NP], at[NP], count[NP], row[NP];
 #pragma unroll
         for (int j = 0; j < NP; j++) {
             uint32_t i = i0 + j * MK_COMPUTE;
@@ -29,10 +33,11 @@ MK_DEV void mk_pairs_gather(const mk_dev *d, const mk_expert *e, uint32_t T, uin
             if (p * 6 >= len) continue;
             count[j] = len - p * 6 < 6 ? len - p * 6 : 6;
             off[j] = row[j] * row_packets + rank * per + k;
-            to[j] = pair * stride + 2 * (st + p * 6);
+            to[j] = pair * stride;
+            at[j] = st + p * 6;
             q[j] = mk_packet_load(base + off[j]);
         }
-        mk_spin spin = {0, 0};
+        uint32_t looks = 0;
         for (bool again = true; again;) {
             again = false;
             uint32_t late_row = 0, late_packet = 0, found = 0;
@@ -45,95 +50,106 @@ MK_DEV void mk_pairs_gather(const mk_dev *d, const mk_expert *e, uint32_t T, uin
                     found = q[j].w;
                     q[j] = mk_packet_load(base + off[j]);
                 }
-            if (again) again = mk_packet_spin(&spin, w, late_row, late_packet, epoch, found);
+            if (again) again = mk_still_waiting(++looks, 0, late_row, late_packet, found);
         }
+        mk_waited(looks);
 #pragma unroll
         for (int j = 0; j < NP; j++) {
             const uint32_t word[3] = {q[j].x, q[j].y, q[j].z};
 #pragma unroll
             for (uint32_t k = 0; k < 6; k++)
-                if (k < count[j]) *(uint16_t *)(d->sh->staging + to[j] + 2 * k) = (uint16_t)(word[k / 2] >> (16 * (k & 1)));
+                if (k < count[j])
+                    *(uint16_t *)(d->sh->staging + to[j] + mk_staged_at(at[j] + k)) =
+                        (uint16_t)mk_bf16_bits(__fmul_rn(__uint_as_float(k & 1 ? word[k / 2] & 0xffff0000u : word[k / 2] << 16), MK_STAGED_SCALE));
         }
     }
     uint32_t pad = ((e->k + 63) & ~63u) - e->k;
     for (uint32_t i = d->tid; i < pad * n; i += MK_COMPUTE) {
         uint32_t p = i / pad;
-        *(uint16_t *)(d->sh->staging + p * stride + 2 * (e->k + i - p * pad)) = 0;
+        *(uint16_t *)(d->sh->staging + p * stride + mk_staged_at(e->k + i - p * pad)) = 0;
     }
+}
+
+/* The products of experts [j0, j0 + batch) of the union, side by side in the reduction area; their pairs are staged from p0 on. */
+MK_CALL void mk_down_products(const mk_insn *in, uint32_t j0, uint32_t batch, uint32_t p0, uint32_t size)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_expert *e = &in->expert;
+    const mk_pairs *pairs = &d->sh->pairs;
+    const mk_tile t = mk_tile_make(e->wtype, e->n, e->k, 1, e->nseg, e->phase, MK_SCALE_ROWS, 0);
+    const uint32_t g = d->lane >> 2, stride = mk_shape(e->k, 1, d->step->nrows).stride;
+    uint32_t ring = mk_ring_at(d, MK_EXPERT);
+    for (uint32_t b = 0; b < batch; b++) {
+        uint32_t x = MK_NO_COLUMN; /* column g: row g, if it chose this expert */
+        for (uint32_t k = pairs->first[j0 + b]; k < pairs->first[j0 + b + 1]; k++)
+            if (pairs->row[k] == g) x = (k - p0) * stride;
+        mk_red_put(d, b * size, &t, ring, mk_product(MK_EXPERT, ring, &t, 0, t.nst, x, 0, MK_NO_NORM, mk_no_sum()));
+        ring += t.nst;
+        mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
+    }
+    mk_ring_pass(d, MK_EXPERT, ring);
 }
 
 MK_DEV void mk_expert_down_run(const mk_dev *d)
 {
-    constexpr uint32_t UNITS = (MK_SEGMENT_ROWS / MK_UNIT + 1) * MK_MAX_ROWS / MK_WARPS + 1; /* of a warp, at most */
     const mk_insn *in = d->in;
     const mk_expert *e = &in->expert;
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
     const mk_vec *out = &d->sh->vec[in->signal_vec], *base = &d->sh->vec[in->wait[2].vec], *u = &d->sh->vec[in->wait[0].vec];
     const mk_pairs *pairs = &d->sh->pairs;
-    const uint32_t nrows = d->step->nrows, n = e->n, units = mk_units(n), slots = mk_red_slots(d), n_union = routes->n_union;
-    const mk_stage_shape shape = mk_shape(e->k, 1);
-    const mk_tile t = mk_tile_make(e->wtype, n, e->k, 1, e->nseg, e->phase, MK_SCALE_ROWS, 1);
-    const uint32_t fit = MK_STAGING / shape.stride, T = u->nslice / e->topk;
-    float sum[UNITS];
-    mk_unit_at at[UNITS];
-#pragma unroll
-    for (uint32_t k = 0; k < UNITS; k++) at[k] = mk_unit_first(d->warp + k * MK_WARPS, units);
+    const uint32_t nrows = d->step->nrows, n = e->n, n_union = routes->n_union;
+    const mk_stage_shape shape = mk_shape(e->k, 1, nrows);
+    const mk_tile t = mk_tile_make(e->wtype, n, e->k, 1, e->nseg, e->phase, MK_SCALE_ROWS, 0);
+    const uint32_t fit = (MK_STAGING - MK_SUMS * 4) / shape.stride, T = u->nslice / e->topk, packets = (n + 2) / 3;
+    const uint32_t size = mk_red_size(d, t.log_tiles), slots = mk_small_quot(MK_RED_FLOATS, size), most = mk_small_quot(MK_SUMS, nrows * n);
+    /* this thread's packet of the result: row r, values i, i + 1, i + 2 */
+    const uint32_t r = d->tid / packets, p = d->tid - r * packets, i = 3 * p;
+    const bool has = r < nrows;
+    float *sums = (float *)(d->sh->staging + MK_STAGING) - MK_SUMS; /* products of some experts, reduced */
+    float sum[3] = {0, 0, 0};
     mk_staged_drop(d);
 
-    /* what is added to: this lane's values of its warp's units */
-#pragma unroll
-    for (uint32_t k = 0; k < UNITS; k++) {
-        const uint32_t r = at[k].row, i = at[k].group * MK_UNIT + d->lane;
-        sum[k] = 0;
-        if (r >= nrows || i >= n || d->lane >= MK_UNIT) continue;
-        if (base->scope == MK_LOCAL) continue; /* written by other threads: after the first barrier */
+    if (has && base->scope != MK_LOCAL) {
         const mk_wait *w = &in->wait[2];
-        const uint4 q = mk_packet_wait(mk_wait_packets(d, w, base, r) + i / 3, w, r, i / 3, mk_wait_epoch(d, w));
-        sum[k] = __uint_as_float(i % 3 == 0 ? q.x : i % 3 == 1 ? q.y : q.z);
+        const uint4 q = mk_packet_wait(mk_wait_packets(d, w, base, r) + p, w, r, p, mk_wait_epoch(d, w));
+        sum[0] = __uint_as_float(q.x);
+        sum[1] = __uint_as_float(q.y);
+        sum[2] = __uint_as_float(q.z);
     }
     for (uint32_t j0 = 0; j0 < n_union;) {
         uint32_t j1 = j0 + 1, p0 = pairs->first[j0];
         while (j1 < n_union && pairs->first[j1 + 1] - p0 <= fit) j1++;
-        mk_pairs_gather(d, e, T, p0, pairs->first[j1] - p0, shape.stride);
+        mk_pairs_gather(in, T, p0, pairs->first[j1] - p0, shape.stride);
         mk_sync();
         if (!j0) mk_trace_input(d);
-        if (j0 == 0 && base->scope == MK_LOCAL)
-#pragma unroll
-            for (uint32_t k = 0; k < UNITS; k++) {
-                const uint32_t r = at[k].row, i = at[k].group * MK_UNIT + d->lane;
-                if (r < nrows && i < n && d->lane < MK_UNIT) sum[k] = ((const float *)mk_local_at(d, in->wait[2].vec))[r * n + i];
-            }
+        if (j0 == 0 && base->scope == MK_LOCAL && has) /* written by other threads: after a barrier */
+            for (uint32_t k = 0; k < 3 && i + k < n; k++) sum[k] = ((const float *)mk_local_at(d, in->wait[2].vec))[r * n + i + k];
         while (j0 < j1) {
             uint32_t batch = j1 - j0 < slots ? j1 - j0 : slots;
-            for (uint32_t b = 0; b < batch; b++) {
-                uint32_t j = j0 + b, g = d->lane >> 2;
-                const uint8_t *x = 0; /* column g: row g, if it chose this expert */
-                for (uint32_t p = pairs->first[j]; p < pairs->first[j + 1]; p++)
-                    if (pairs->row[p] == g) x = d->sh->staging + (p - p0) * shape.stride;
-                float acc[4] = {0, 0, 0, 0};
-                mk_product<MK_EXPERT>(d, &t, 0, t.nkb, x, 0, (const float *)0, 0, acc);
-                mk_red_put(d, b, acc);
+            batch = batch < most ? batch : most;
+            mk_down_products(in, j0, batch, p0, size);
+            mk_sync();
+            /* each product is reduced whole, then the experts are added in ascending id */
+            for (uint32_t k = d->tid; k < batch * nrows * n; k += MK_COMPUTE) {
+                const uint32_t row = k / n, b = row / nrows;
+                sums[k] = mk_red_get(b * size, mk_red_form(&t), k - row * n, row - b * nrows);
             }
             mk_sync();
+            for (uint32_t b = 0; has && b < batch; b++) {
+                const uint32_t rank = routes->rank[r][j0 + b];
+                if (rank == 255) continue;
+                const float weight = routes->weight[r][rank], *y = sums + (b * nrows + r) * n + i;
 #pragma unroll
-            for (uint32_t k = 0; k < UNITS; k++) {
-                const uint32_t r = at[k].row, i = at[k].group * MK_UNIT + d->lane;
-                if (r >= nrows || i >= n || d->lane >= MK_UNIT) continue;
-                for (uint32_t b = 0; b < batch; b++) {
-                    uint32_t rank = routes->rank[r][j0 + b];
-                    if (rank != 255) sum[k] = __fadd_rn(sum[k], __fmul_rn(routes->weight[r][rank], mk_red_get(d, b, &t, i, r)));
-                }
+                for (uint32_t k = 0; k < 3; k++)
+                    if (i + k < n) sum[k] = __fadd_rn(sum[k], __fmul_rn(weight, y[k]));
             }
-            mk_sync();
             j0 += batch;
         }
     }
     mk_trace_publish(d);
-#pragma unroll
-    for (uint32_t k = 0; k < UNITS; k++) {
-        const uint32_t r = at[k].row;
-        if (r < nrows) mk_publish_unit(out, mk_signal_packets(d, out, r, in->signal_slice), n, at[k].group, sum[k], mk_signal_epoch(d), d->lane);
-    }
+    if (has)
+        mk_packet_store(mk_signal_packets(d, out, r, in->signal_slice) + p, __float_as_uint(sum[0]), i + 1 < n ? __float_as_uint(sum[1]) : 0,
+                        i + 2 < n ? __float_as_uint(sum[2]) : 0, mk_signal_epoch(d));
 }
 
 #endif

@@ -4,29 +4,22 @@
 
 #include "instructions/matvec.cuh"
 
-MK_DEV void mk_gemv_describe(const mk_insn *in, mk_tile *t, mk_input *x)
+/* A first look, well before it is needed, at the packet of the residual that this lane adds to in its warp's first unit. */
+MK_DEV uint4 mk_gemv_look(const mk_dev *d)
 {
-    const mk_gemv *g = &in->gemv;
-    const uint32_t halves = g->epilogue == MK_EPI_SILU ? 2 : 1;
-    x->in_off = g->in_off;
-    x->k = g->k;
-    x->prologue = g->prologue;
-    x->param_off = g->param_off;
-    x->norm_group = g->norm_group;
-    x->planes = g->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
-    x->eps = g->eps;
-    *t = mk_tile_make(g->wtype, g->n * halves, g->k, halves, g->nseg, g->phase, g->scale_k, x->planes);
+    const mk_gemv *g = &d->in->gemv;
+    const mk_wait *w = &d->in->wait[1];
+    const mk_unit_at u = mk_unit_first(d->warp, mk_units(g->n));
+    const uint32_t i = u.group * MK_UNIT + d->lane;
+    uint4 q = make_uint4(0, 0, 0, mk_wait_epoch(d, w) + 1); /* nothing yet */
+    if ((g->epilogue == MK_EPI_ADD || g->epilogue == MK_EPI_GATED) && d->sh->vec[w->vec].scope != MK_LOCAL && u.row < d->step->nrows && i < g->n &&
+        d->lane < MK_UNIT)
+        q = mk_packet_load(mk_wait_packets(d, w, &d->sh->vec[w->vec], u.row) + i / 3);
+    return q;
 }
 
-/* One f32 value of a wait's first slice. */
-MK_DEV float mk_gemv_value(const mk_dev *d, const mk_wait *w, uint32_t row, uint32_t i)
-{
-    const uint4 q = mk_packet_wait(mk_wait_packets(d, w, &d->sh->vec[w->vec], row) + i / 3, w, row, i / 3, mk_wait_epoch(d, w));
-    return __uint_as_float(i % 3 == 0 ? q.x : i % 3 == 1 ? q.y : q.z);
-}
-
-/* Epilogue: units of 30 values, a warp each. */
-MK_DEV void mk_gemv_finish(const mk_dev *d, const mk_tile *t)
+/* Epilogue: units of 30 values, a warp each. `look`: mk_gemv_look. */
+MK_DEV void mk_gemv_finish(const mk_dev *d, uint32_t form, uint32_t base, uint4 look)
 {
     const mk_insn *in = d->in;
     const mk_gemv *g = &in->gemv;
@@ -46,14 +39,21 @@ MK_DEV void mk_gemv_finish(const mk_dev *d, const mk_tile *t)
             gate = mk_sigmoidf(__uint_as_float(at % 3 == 0 ? q.x : at % 3 == 1 ? q.y : q.z));
         }
         if (has) {
-            y = mk_red_get(d, 0, t, i, r) * norm;
-            if (epilogue == MK_EPI_SILU) y = mk_siluf(y) * (mk_red_get(d, 0, t, n + i, r) * norm);
+            y = mk_red_get(base, form, i, r) * norm;
+            if (epilogue == MK_EPI_SILU) y = mk_siluf(y) * (mk_red_get(base, form, n + i, r) * norm);
             if (epilogue == MK_EPI_ADD || epilogue == MK_EPI_GATED) {
                 const mk_wait *w = &in->wait[1];
-                const float res = d->sh->vec[w->vec].scope == MK_LOCAL ? ((const float *)mk_local_at(d, w->vec))[r * n + i] : mk_gemv_value(d, w, r, i);
+                float res;
+                if (d->sh->vec[w->vec].scope == MK_LOCAL) {
+                    res = ((const float *)mk_local_at(d, w->vec))[r * n + i];
+                } else {
+                    if (look.w != mk_wait_epoch(d, w)) look = mk_packet_wait(mk_wait_packets(d, w, &d->sh->vec[w->vec], r) + i / 3, w, r, i / 3, mk_wait_epoch(d, w));
+                    res = __uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z);
+                }
                 y = __fadd_rn(res, __fmul_rn(gate, y));
             }
         }
+        look.w = mk_wait_epoch(d, &in->wait[1]) + 1; /* of this unit alone */
         __syncwarp();
         if (out->scope == MK_LOCAL) {
             if (has) ((float *)mk_local_at(d, in->signal_vec))[r * n + i] = y;

@@ -14,21 +14,10 @@ MK_DEV void mk_stats_publish(const mk_dev *d, uint32_t row, float max, uint32_t 
     mk_packet_store(p + 1, 0, 0, 0, epoch);
 }
 
-MK_DEV void mk_lm_head_describe(const mk_insn *in, mk_tile *t, mk_input *x)
-{
-    const mk_lm_head *l = &in->lm_head;
-    x->in_off = x->norm_group = 0;
-    x->k = l->k;
-    x->prologue = MK_PRO_RMS;
-    x->param_off = l->param_off;
-    x->planes = 1;
-    x->eps = l->eps;
-    *t = mk_tile_make(l->wtype, l->n, l->k, 1, l->nseg, l->phase, MK_SCALE_ROWS, 1);
-}
-
 /* Also for a step without rows that need logits, which has no product. */
-MK_DEV void mk_lm_head_finish(const mk_dev *d, const mk_tile *t)
+MK_CALL void mk_lm_head_finish(const mk_insn *in, uint32_t form, uint32_t base)
 {
+    const mk_dev here = mk_here(in), *d = &here;
     constexpr uint32_t PER = MK_SEGMENT_ROWS / 32;
     const mk_lm_head *l = &d->in->lm_head;
     const uint32_t n = l->n, r = d->warp;
@@ -42,7 +31,7 @@ MK_DEV void mk_lm_head_finish(const mk_dev *d, const mk_tile *t)
             for (uint32_t k = 0; k < PER; k++) {
                 uint32_t i = d->lane + 32 * k;
                 if (i >= n) continue;
-                y[k] = mk_red_get(d, 0, t, i, r) * norm;
+                y[k] = mk_red_get(base, form, i, r) * norm;
                 __stcg(logits + i, y[k]);
                 if (y[k] > max || id == 0xffffffffu) {
                     max = y[k];

@@ -204,7 +204,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
         if (group < nrows) q = mk_spot_look(d, wait, group, at);
         if (bias) b = __ldg(bias + e0);
     }
-    if (d->tid == 0) mk_stage_wait(d, mk_smem(&d->sh->route_empty), d->memo->route_parity ^ 1, MK_FAULT_ROUTE);
+    if (d->tid == 0) mk_stage_wait(mk_smem(&d->sh->route_empty), d->memo->route_parity ^ 1, MK_FAULT_ROUTE);
     mk_sync(); /* the reduction area and what the last layer's route left are free */
     if (d->tid < MK_EXPERT_LANES) x->chosen[d->tid] = 0;
     for (uint32_t i = d->tid; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;

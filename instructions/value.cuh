@@ -40,12 +40,6 @@ MK_DEV float mk_spot_value(const mk_dev *d, const mk_wait *w, uint32_t row, mk_s
     return s.shift == 32 ? __uint_as_float(x) : mk_bf16_value(x >> s.shift & 0xffffu);
 }
 
-/* a / b for a below 2^16: no subroutine. */
-MK_DEV uint32_t mk_small_quot(uint32_t a, uint32_t b)
-{
-    return (uint32_t)__fdividef((float)a + 0.5f, (float)b);
-}
-
 /* Asks for 128 bytes at p to be brought into L2. */
 MK_DEV void mk_prefetch(const void *p)
 {

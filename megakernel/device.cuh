@@ -17,20 +17,22 @@
 #define MK_WARP_COURIER   (MK_WARPS + 3) /* goes to the host for SCHEDULE */
 #define MK_THREADS        (MK_COMPUTE + 4 * 32) /* whole warpgroups: setmaxnreg */
 
-#define MK_STAGE_BYTES    16384u /* weights of a stage: whole K blocks of one segment */
-#define MK_STAGE_SCALES   640u   /* and the scales of those K blocks */
+#define MK_STAGE_BYTES    11264u /* weights of a stage: whole K blocks of one segment */
+#define MK_STAGE_SCALES   512u   /* and the scales of those K blocks */
 #define MK_STAGE_STRIDE   (MK_STAGE_BYTES + MK_STAGE_SCALES)
-#define MK_STATIC_MAX     8u     /* stages of the static ring at most; what shared memory leaves */
-#define MK_EXPERT_STAGES  3u
-#define MK_STAGED_VALUES  2560u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
+#define MK_LOG_STATIC     3u     /* stages of the rings: powers of two */
+#define MK_LOG_EXPERT     2u
+#define MK_STATIC_STAGES  (1u << MK_LOG_STATIC)
+#define MK_EXPERT_STAGES  (1u << MK_LOG_EXPERT)
+#define MK_STAGED_VALUES  2304u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
 #define MK_STAGING_ROW    (MK_STAGED_VALUES * 2 + 16) /* 16: rows fall into different banks */
 #define MK_STAGING        (MK_MAX_ROWS * MK_STAGING_ROW)
 #define MK_INSN_RING      4u
 #define MK_MAX_VEC        48u
-#define MK_MAX_START      4096u /* slice starts of all vectors, in shared memory */
+#define MK_MAX_START      3072u /* slice starts of all vectors, in shared memory */
 #define MK_MAX_NORM_HEADS 64u
 #define MK_RED_STRIDE     20u /* floats between two columns of a reduction tile of 16 rows: conflict-free */
-#define MK_RED_FLOATS     (MK_WARPS * MK_MAX_ROWS * MK_RED_STRIDE)
+#define MK_RED_FLOATS     (2 * MK_WARPS * MK_MAX_ROWS * MK_RED_STRIDE)
 #define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
 #define MK_STEP_RING      8u
 #define MK_STEP_PACKETS   ((uint32_t)((sizeof(mk_step) + 11) / 12))
@@ -47,6 +49,22 @@ typedef struct mk_tape_seg {
     uint8_t pad[9];
 } mk_tape_seg;
 static_assert(sizeof(mk_tape_seg) == 32, "two 16-byte loads");
+
+/* What the device's copy of an instruction has in `pad`: K blocks a stage and stages of its segment. */
+#define MK_STAGES_WORD(per, stages) ((per) | (stages) << 16)
+
+/* The same for the chosen experts' slices; T = 0: a ROUTE. */
+typedef struct mk_expert_seg {
+    uint64_t base;   /* in the expert region; ROUTE: of the route in the local vectors */
+    uint64_t stride; /* from expert to expert */
+    uint32_t slice_stride, scales, magic; /* magic: of a division by T */
+    uint16_t T, inter, nkb;
+    uint16_t rows, t; /* EXPERT_DOWN: the worker's slice; rows = 0: EXPERT_UP */
+    uint8_t nsegs, per_most, per_less; /* K blocks a stage: of slices of `most` rows, of shorter ones */
+    uint8_t most;
+    uint32_t pad;
+} mk_expert_seg;
+static_assert(sizeof(mk_expert_seg) == 48, "three 16-byte loads");
 
 /* Who waited in vain for what: written once, by the first, in pinned memory. */
 enum mk_fault_kind { MK_FAULT_PACKET = 1, MK_FAULT_COUNTER, MK_FAULT_TAPE, MK_FAULT_EXPERT, MK_FAULT_ROUTE, MK_FAULT_DRAW };
@@ -83,7 +101,7 @@ typedef struct mk_gpu_args {
     const uint16_t *start; /* of all vectors: mk_vec.start_index is an index into it here */
     const mk_tape_seg *seg;
     const uint32_t *seg_first;    /* [workers + 1] */
-    const uint32_t *expert_insn;  /* ROUTE, EXPERT_UP and EXPERT_DOWN of all workers: indices of instructions */
+    const mk_expert_seg *expert_seg;
     const uint32_t *expert_first; /* [workers + 1] */
     const uint8_t *tape, *expert, *embed;
     const float *param;
@@ -103,7 +121,7 @@ typedef struct mk_gpu_args {
     uint32_t *heartbeat;  /* pinned; enum mk_beat */
     uint64_t state_slot_bytes, kv_page_bytes, timeout_ns;
     uint32_t packets, sweep; /* of the exchange; steps between two sweeps of them */
-    uint32_t n_vec, n_start, workers, epoch0, max_pages, local_bytes, static_stages;
+    uint32_t n_vec, n_start, workers, epoch0, max_pages, local_bytes;
     uint4 *trace;            /* records: megakernel/trace.h */
     uint32_t n_insn;
 } mk_gpu_args;
@@ -119,9 +137,10 @@ typedef struct mk_pairs {
 enum { MK_TAPE = 0, MK_EXPERT = 1 }; /* rings of weight stages */
 typedef struct mk_memo {
     struct {
-        uint32_t valid, step, vector, first, k, norm;
+        uint32_t valid, step, vector, first, k, norm, planes;
     } staged; /* what the staging area holds */
-    uint32_t at[2], lap[2]; /* by ring: the next stage, its parity */
+    uint32_t at[2];         /* by ring: stages so far */
+    uint32_t turn;          /* of the reduction area's slots */
     uint32_t parity;        /* of sumsq and rstd */
     uint32_t route_parity;  /* of the expert loader's barriers */
 } mk_memo;
@@ -131,7 +150,6 @@ typedef struct mk_trace_now {
     alignas(16) uint32_t input; /* low half of the clock, 0: not seen */
     uint32_t weights, publish, bytes;
     uint32_t start, base, high; /* start of the instruction, of the step; high half of the latter */
-    uint32_t since; /* of the wait for weights under way */
     uint32_t on;    /* mk_step.trace; 0: nothing is noted */
     uint32_t first; /* the worker's first record of a step */
 } mk_trace_now;
@@ -140,6 +158,7 @@ typedef struct mk_trace_now {
 typedef struct mk_shared {
     alignas(128) uint8_t staging[MK_STAGING]; /* gathered vectors; scratch of the opcodes that gather none */
     alignas(16) float red[MK_RED_FLOATS];     /* partial tiles of the compute warps */
+    alignas(16) uint4 zero[2]; /* what columns without a row are made of */
     float sumsq[2][MK_WARPS][MK_MAX_ROWS];    /* of a gathered vector, by warp */
     float rstd[2][MK_MAX_ROWS];
     float head_rstd[MK_MAX_ROWS][MK_MAX_NORM_HEADS];
@@ -152,32 +171,45 @@ typedef struct mk_shared {
     mk_memo memo[MK_WARPS];
     mk_trace_now trace;
     uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
-    uint64_t full[2][MK_STATIC_MAX], empty[2][MK_STATIC_MAX]; /* by ring */
+    uint64_t full[2][MK_STATIC_STAGES], empty[2][MK_STATIC_STAGES]; /* by ring */
     uint64_t route_full, route_empty;
     volatile uint32_t logits[4]; /* of step s, in [s & 3]: (s + 1) * 2 + any_logits */
     uint32_t draw_met;           /* meetings so far */
     volatile uint32_t leave;     /* loaders: stop */
+    /* for the controller, who watches over the waits of hot loops */
+    alignas(16) uint4 waiting[MK_WARPS]; /* packet that a warp waits for: wait + 1 (0: none), row, packet, what is there */
+    volatile uint32_t current;           /* instructions begun * 2, less 1 while one is under way */
+    volatile uint32_t stage_kind;        /* enum mk_fault_kind of the last stage that was not there at once */
+    volatile uint32_t aborted;
 } mk_shared;
 
 /* K blocks of a stage, from what a segment's instruction says; loaders and compute warps count alike. A stage never spans two chunks of
  * the staged vector. */
 #define MK_PLANES_F32 3u /* an f32 vector is staged as three bf16 planes that add up to it exactly */
+#define MK_STAGED_F32 704u /* values of such a vector at a time, at MK_MAX_ROWS rows */
 MK_BOTH uint32_t mk_chunk_kblocks(uint32_t wtype, uint32_t planes)
 {
-    uint32_t values = planes == 1 ? MK_STAGED_VALUES : 832u;
+    uint32_t values = planes == 1 ? MK_STAGED_VALUES : MK_STAGED_F32;
     return values / (wtype == MK_W_FP8 ? 64u : 32u);
 }
-MK_BOTH uint32_t mk_stage_kblocks(uint32_t wtype, uint32_t rows, uint32_t planes)
+/* a / b for a, b below 2^16 without a division. */
+MK_BOTH uint32_t mk_small_quot(uint32_t a, uint32_t b)
 {
-    const uint32_t most = mk_chunk_kblocks(wtype, planes), blocks = MK_STAGE_BYTES / MK_KBLOCK_BYTES;
-#ifdef __CUDA_ARCH__ /* exact for rows <= 128: a quotient that is no integer is 1/128 away from the next at least */
-    const uint32_t fit = (uint32_t)__fdividef((float)blocks + 0.01f, (float)rows);
+#ifdef __CUDA_ARCH__
+    return (uint32_t)__fdividef((float)a + 0.5f, (float)b);
 #else
-    const uint32_t fit = blocks / rows;
+    return a / b;
 #endif
-    return fit < most ? fit : most;
 }
-static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (832 * 2 + 16) <= MK_STAGING, "three planes of a chunk fit the staging area");
+/* nkb: K blocks of the segment. spread: over a multiple of four stages if there are so many K blocks, so that every group of warps has its share. */
+MK_BOTH uint32_t mk_stage_kblocks(uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, int spread)
+{
+    const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot(MK_STAGE_BYTES / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
+    uint32_t stages = mk_small_quot(nkb + fit - 1, fit);
+    if (spread) stages = (stages + 3) & ~3u;
+    return mk_small_quot(nkb + stages - 1, stages);
+}
+static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 16) <= MK_STAGING, "three planes of a chunk fit the staging area");
 
 #ifdef __CUDACC__
 
@@ -352,9 +384,9 @@ MK_DEV uint8_t *mk_stages(uint32_t ring)
 {
     return mk_dynamic + sizeof(mk_shared) + (ring == MK_TAPE ? MK_EXPERT_STAGES * MK_STAGE_STRIDE : 0);
 }
-MK_DEV uint8_t *mk_local_memory(const mk_gpu_args *a)
+MK_DEV uint8_t *mk_local_memory(const mk_gpu_args *)
 {
-    return mk_stages(MK_TAPE) + a->static_stages * MK_STAGE_STRIDE;
+    return mk_stages(MK_TAPE) + MK_STATIC_STAGES * MK_STAGE_STRIDE;
 }
 /* The staging area is about to be overwritten. */
 MK_DEV void mk_staged_drop(const mk_dev *d)
@@ -426,15 +458,33 @@ MK_DEV bool mk_packet_spin(mk_spin *s, const mk_wait *w, uint32_t row, uint32_t 
     return (s->since = mk_packet_late(w, row, packet, expected, found, s->since)) != 0;
 }
 
+/* Loops that are hot wait without a call, which would cost them their registers: they leave word and the controller looks at the clock. */
+
 /* Waits for a phase of a stage's barrier; on abort it returns anyway. */
-MK_DEV void mk_stage_wait(const mk_dev *d, uint32_t bar, uint32_t parity, uint32_t kind)
+MK_DEV void mk_stage_wait(uint32_t bar, uint32_t parity, uint32_t kind)
 {
     if (mk_mbar_test(bar, parity)) return;
-    mk_spin s = {0, 0};
-    mk_trace_wait(d);
-    while (!mk_mbar_try(bar, parity))
-        if (!(++s.n & 255u) && !(s.since = mk_wait_late(d->in, kind, (const mk_wait *)0, 0, 0, s.since))) return;
-    mk_trace_waited(d);
+    mk_shared *sh = mk_sh();
+    const bool traced = threadIdx.x == 0 && sh->trace.on;
+    const uint32_t since = traced ? mk_now_low() : 0;
+    do {
+        mk_flag_set(&sh->stage_kind, kind);
+        if (mk_flag_get(&sh->aborted)) return;
+    } while (!mk_mbar_try(bar, parity));
+    if (traced) sh->trace.weights += mk_now_low() - since;
+}
+/* The nth failed look at a packet of wait k; false: give up. */
+MK_DEV bool mk_still_waiting(uint32_t n, uint32_t k, uint32_t row, uint32_t packet, uint32_t found)
+{
+    mk_shared *sh = mk_sh();
+    if (n & 255u) return true;
+    sh->waiting[threadIdx.x / 32] = make_uint4(k + 1, row, packet, found);
+    return !mk_flag_get(&sh->aborted);
+}
+/* After a wait of n failed looks. */
+MK_DEV void mk_waited(uint32_t n)
+{
+    if (n >= 256) mk_sh()->waiting[threadIdx.x / 32] = make_uint4(0, 0, 0, 0);
 }
 
 /* Waits for a BULK vector; all compute threads call it, and may then read the vector with loads that bypass L1. */
@@ -542,7 +592,7 @@ MK_DEV uint32_t mk_find_slice(const uint16_t *start, uint32_t n, uint32_t first,
 }
 
 /* One packet of a wait, from memory or, on abort, as it is. */
-MK_DEV uint4 mk_packet_wait(const uint4 *p, const mk_wait *w, uint32_t row, uint32_t packet, uint32_t epoch)
+MK_CALL uint4 mk_packet_wait(const uint4 *p, const mk_wait *w, uint32_t row, uint32_t packet, uint32_t epoch)
 {
     mk_spin spin = {0, 0};
     uint4 q = mk_packet_load(p);
@@ -593,7 +643,7 @@ MK_DEV uint32_t mk_signal_epoch(const mk_dev *d)
 /* A unit is 30 consecutive values of one row's slice, lane l < 30 holding value 30 * group + l: ten packets of f32 or five of bf16.
  * One warp publishes it; value is 0 beyond the slice's n values. */
 #define MK_UNIT 30u
-MK_DEV void mk_publish_unit(const mk_vec *v, uint4 *slice, uint32_t n, uint32_t group, float value, uint32_t epoch, uint32_t lane)
+MK_CALL void mk_publish_unit(const mk_vec *v, uint4 *slice, uint32_t n, uint32_t group, float value, uint32_t epoch, uint32_t lane)
 {
     uint32_t i = group * MK_UNIT + lane;
     if (v->dtype == MK_F32) {

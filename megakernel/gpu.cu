@@ -97,8 +97,7 @@ static int check_scales(mk_err *err, uint32_t worker, const mk_insn *in, uint32_
 {
     AT_MOST("rows of a segment", MK_SEGMENT_ROWS, rows);
     if (wtype != MK_W_FP8) return MK_OK;
-    uint32_t per = mk_stage_kblocks(wtype, rows, planes), nkb = (k + 63) / 64, shift = scale_k == 128 ? 1 : 0;
-    if (per > nkb) per = nkb;
+    uint32_t per = mk_stage_kblocks(wtype, rows, (k + 63) / 64, planes, 0), shift = scale_k == 128 ? 1 : 0;
     AT_MOST("bytes of scales of a stage", MK_STAGE_SCALES, ((per >> shift) + 2) * nsegs * 4 + 32);
     return MK_OK;
 }
@@ -246,21 +245,53 @@ static void *uploaded(mk_gpu *g, const char *what, const void *src, uint64_t byt
     return NULL;
 }
 
+/* An instruction of the experts as their loader sees it. */
+static mk_expert_seg expert_seg(const mk_program *p, const mk_insn *in)
+{
+    const mk_expert *e = &in->expert;
+    const uint32_t up = in->opcode == MK_OP_EXPERT_UP, values = mk_kblock_values(e->wtype), nsegs = e->nseg * (up ? 2u : 1u);
+    mk_expert_seg s;
+    memset(&s, 0, sizeof s);
+    if (in->opcode == MK_OP_ROUTE) {
+        s.base = p->vec[in->signal_vec].offset;
+        return s;
+    }
+    s.base = e->base;
+    s.stride = e->expert_stride;
+    s.slice_stride = e->slice_stride;
+    s.scales = (uint32_t)mk_segment_scale_bytes(e->wtype, e->k, nsegs, MK_SCALE_ROWS);
+    s.magic = e->T > 1 ? 0xffffffffu / e->T + 1 : 0;
+    s.T = (uint16_t)e->T;
+    s.inter = (uint16_t)e->inter;
+    s.nkb = (uint16_t)((e->k + values - 1) / values);
+    s.rows = up ? 0 : (uint16_t)e->n;
+    s.t = (uint16_t)e->t;
+    const uint32_t most = up ? 2u * ((e->inter + e->T - 1) / e->T) : e->n, less = up && e->inter >= e->T ? 2u * (e->inter / e->T) : most;
+    s.most = (uint8_t)most;
+    s.per_most = (uint8_t)mk_stage_kblocks(e->wtype, most, s.nkb, 1, 0);
+    s.per_less = (uint8_t)mk_stage_kblocks(e->wtype, less, s.nkb, 1, 0);
+    s.nsegs = e->wtype == MK_W_FP8 ? (uint8_t)nsegs : 0;
+    return s;
+}
+
 /* Instructions and queues, the static tapes as the loaders see them, and the instructions that the expert loaders walk. */
 static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, uint32_t sets, mk_gpu_args *a, mk_err *err)
 {
     const mk_program *p = g->prog;
     uint32_t workers = p->info.workers, W = sets * workers, n_insn = queue[W], n_seg = 0, n_expert = 0;
     mk_tape_seg *seg = (mk_tape_seg *)calloc(n_insn + 1, sizeof *seg);
-    uint32_t *expert = (uint32_t *)calloc(n_insn + 1, 4), *first = (uint32_t *)calloc(2 * (W + 1), 4), *efirst = first + W + 1;
-    if (!seg || !expert || !first) {
-        free(seg), free(expert), free(first);
+    mk_insn *copy = (mk_insn *)malloc((n_insn + 1ull) * sizeof *copy);
+    mk_expert_seg *expert = (mk_expert_seg *)calloc(n_insn + 1, sizeof *expert);
+    uint32_t *first = (uint32_t *)calloc(2 * (W + 1), 4), *efirst = first + W + 1;
+    if (!seg || !copy || !expert || !first) {
+        free(seg), free(copy), free(expert), free(first);
         return mk_fail(err, MK_E_CAPACITY, "out of memory");
     }
     for (uint32_t w = 0; w < W; w++) {
         for (uint32_t k = queue[w]; k < queue[w + 1]; k++) {
             const mk_insn *in = &insn[k];
-            if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = k;
+            copy[k] = *in;
+            if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(p, in);
             if (!in->tape_bytes) continue;
             int lm = in->opcode == MK_OP_LM_HEAD;
             const mk_gemv *v = &in->gemv;
@@ -272,21 +303,22 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             s->scales = (uint32_t)mk_segment_scale_bytes(wtype, kk, nsegs, scale_k);
             s->kb_bytes = rows * MK_KBLOCK_BYTES;
             s->nkb = (uint16_t)((kk + mk_kblock_values(wtype) - 1) / mk_kblock_values(wtype));
-            s->per = (uint16_t)mk_stage_kblocks(wtype, rows, planes);
+            s->per = (uint16_t)mk_stage_kblocks(wtype, rows, s->nkb, planes, 1);
             s->nsegs = wtype == MK_W_FP8 ? (uint8_t)nsegs : 0;
             s->shift = scale_k == 128 ? 1 : 0;
             s->lm_head = (uint8_t)lm;
+            copy[k].pad = MK_STAGES_WORD(s->per, (s->nkb + s->per - 1) / s->per);
         }
         first[w + 1] = n_seg;
         efirst[w + 1] = n_expert;
     }
-    int ok = (a->insn = (mk_insn *)uploaded(g, "program", insn, (uint64_t)n_insn * sizeof *insn, err)) &&
+    int ok = (a->insn = (mk_insn *)uploaded(g, "program", copy, (uint64_t)n_insn * sizeof *copy, err)) &&
              (a->queue = (uint32_t *)uploaded(g, "queues", queue, 4ull * (W + 1), err)) &&
              (a->seg = (mk_tape_seg *)uploaded(g, "tape segments", seg, n_seg * sizeof *seg, err)) &&
-             (a->expert_insn = (uint32_t *)uploaded(g, "expert instructions", expert, n_expert * 4ull, err)) &&
+             (a->expert_seg = (mk_expert_seg *)uploaded(g, "expert instructions", expert, n_expert * sizeof *expert, err)) &&
              (a->seg_first = (uint32_t *)uploaded(g, "tape index", first, 8ull * (W + 1), err));
     a->expert_first = a->seg_first + W + 1;
-    free(seg), free(expert), free(first);
+    free(seg), free(copy), free(expert), free(first);
     return ok ? MK_OK : MK_E_CAPACITY;
 }
 
@@ -387,17 +419,16 @@ int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_e
     if (rc) return rc;
     if ((rc = check_program(p, info.sms, err))) return rc;
     uint32_t fixed = (uint32_t)sizeof(mk_shared) + (((uint32_t)p->info.local_bytes + 127) & ~127u);
-    uint32_t stages = info.smem > fixed ? (info.smem - fixed) / MK_STAGE_STRIDE : 0;
-    if (stages < MK_EXPERT_STAGES + 2)
-        return mk_fail(err, MK_E_PROGRAM, "%llu bytes of local vectors leave %u weight stages, at least %u are needed",
-                       (unsigned long long)p->info.local_bytes, stages, MK_EXPERT_STAGES + 2);
+    const uint32_t smem = fixed + (MK_STATIC_STAGES + MK_EXPERT_STAGES) * MK_STAGE_STRIDE;
+    if (smem > info.smem)
+        return mk_fail(err, MK_E_PROGRAM, "%llu bytes of local vectors: with the kernel's own %u that is over a worker's %u bytes of shared memory",
+                       (unsigned long long)p->info.local_bytes, smem - (uint32_t)p->info.local_bytes, info.smem);
     mk_gpu *g = (mk_gpu *)calloc(1, sizeof *g);
     if (!g) return mk_fail(err, MK_E_CAPACITY, "out of memory");
     g->prog = p;
     g->cfg = *cfg;
     g->device = cfg->device;
-    g->args.static_stages = stages - MK_EXPERT_STAGES < MK_STATIC_MAX ? stages - MK_EXPERT_STAGES : MK_STATIC_MAX;
-    g->smem = fixed + (g->args.static_stages + MK_EXPERT_STAGES) * MK_STAGE_STRIDE;
+    g->smem = smem;
     cudaError_t e;
     int blocks = 0;
     if ((e = cudaSetDevice(g->device)) || (e = cudaStreamCreateWithFlags(&g->run, cudaStreamNonBlocking)) ||

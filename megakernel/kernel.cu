@@ -32,24 +32,74 @@
 /* The two opcodes of the static tape share their loop. */
 MK_DEV void mk_matrix_run(const mk_dev *d)
 {
-    const bool head = d->in->opcode == MK_OP_LM_HEAD;
-    mk_tile t;
-    mk_input x;
-    if (head)
-        mk_lm_head_describe(d->in, &t, &x);
-    else
-        mk_gemv_describe(d->in, &t, &x);
-    if (!head || d->step->any_logits) {
-        float acc[4] = {0, 0, 0, 0};
-        mk_gathered_product(d, &x, &t, acc);
-        mk_red_put(d, 0, acc);
+    const bool head = d->in->opcode == MK_OP_LM_HEAD, needed = !head || d->step->any_logits;
+    if (needed) mk_stage_input(d->in);
+    uint32_t base = 0, form = 0;
+    uint4 look = make_uint4(0, 0, 0, 0);
+    if (needed) {
+        mk_tile t;
+        mk_input x;
+        mk_accs acc = mk_no_sum();
+        mk_describe(d->in, &t, &x);
+        const uint32_t at = mk_ring_at(d, MK_TAPE), nrows = d->step->nrows;
+        if (mk_staged_whole(&x, nrows)) {
+            const mk_stage_shape shape = mk_shape(x.k, x.planes, nrows);
+            acc = mk_product(MK_TAPE, at, &t, 0, t.nst, mk_column(d, shape), shape.plane, mk_head_shift(&x, &t), acc);
+        } else {
+            acc = mk_chunked_product(d->in);
+        }
+        if (!head) look = mk_gemv_look(d);
+        base = mk_red_turn(d);
+        form = mk_red_form(&t);
+        mk_red_put(d, base, &t, at, acc);
+        mk_ring_pass(d, MK_TAPE, at + t.nst);
         mk_sync();
         mk_trace_publish(d);
     }
     if (head)
-        mk_lm_head_finish(d, &t);
+        mk_lm_head_finish(d->in, form, base);
     else
-        mk_gemv_finish(d, &t);
+        mk_gemv_finish(d, form, base, look);
+}
+
+/* A function an opcode: each has all the registers to itself. What spills goes to local memory, for which shared memory has left no cache. */
+#define X(run)                                                                                                         \
+    MK_CALL void call_##run(const mk_insn *in)                                                                         \
+    {                                                                                                                  \
+        const mk_dev d = mk_here(in);                                                                                  \
+        run(&d);                                                                                                       \
+    }
+X(mk_embed_run)
+X(mk_matrix_run)
+X(mk_conv_step_run)
+X(mk_delta_step_run)
+X(mk_route_run)
+X(mk_expert_up_run)
+X(mk_expert_down_run)
+X(mk_sample_run)
+X(mk_schedule_run)
+#undef X
+
+/* Functions of their own, so that the loop below keeps nothing but n: what it kept would be spilled around every opcode. */
+MK_CALL const mk_insn *instruction(uint32_t n)
+{
+    mk_shared *sh = mk_sh();
+    const uint32_t slot = n % MK_INSN_RING;
+    while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), n / MK_INSN_RING & 1)) {}
+    mk_dev d = mk_here(&sh->insn[slot]);
+    if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
+    mk_trace_begin(&d);
+    return d.in;
+}
+MK_CALL void instruction_done(uint32_t n)
+{
+    mk_shared *sh = mk_sh();
+    const uint32_t slot = n % MK_INSN_RING;
+    const mk_dev d = mk_here(&sh->insn[slot]);
+    mk_trace_end(&d);
+    __syncwarp();
+    if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 2);
+    if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
 }
 
 /* This worker's queue ends with SCHEDULE. */
@@ -61,49 +111,33 @@ MK_DEV bool schedules(const mk_gpu_args *a)
 
 MK_DEV void compute(const mk_gpu_args *a)
 {
-    mk_shared *sh = mk_sh();
-    mk_dev d;
-    d.a = a;
-    d.sh = sh;
-    d.step = &sh->step;
-    d.worker = blockIdx.x;
-    d.tid = threadIdx.x;
-    d.warp = threadIdx.x / 32;
-    d.lane = threadIdx.x % 32;
-    d.memo = &sh->memo[d.warp];
-
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
-    if (!MK_ONE_STEP && d.warp == 0 && schedules(a)) mk_schedule_next(a, d.lane, true);
+    if (!MK_ONE_STEP && threadIdx.x < 32 && schedules(a)) mk_schedule_next(a, threadIdx.x, true);
 
     mk_phase_wait();
     mk_phase_carry(a, false);
+#pragma unroll 1
     for (uint32_t n = 0;; n++) {
-        uint32_t slot = n % MK_INSN_RING, parity = n / MK_INSN_RING & 1;
-        while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), parity)) {}
-        d.in = &sh->insn[slot];
-        const uint32_t opcode = d.in->opcode;
-        mk_trace_begin(&d);
-        switch (opcode) {
-        case MK_OP_EMBED: mk_embed_run(&d); break;
+        const mk_insn *in = instruction(n);
+        switch (in->opcode) {
+        case MK_OP_EMBED: call_mk_embed_run(in); break;
         case MK_OP_GEMV:
-        case MK_OP_LM_HEAD: mk_matrix_run(&d); break;
-        case MK_OP_CONV_STEP: mk_conv_step_run(&d); break;
-        case MK_OP_DELTA_STEP: mk_delta_step_run(&d); break;
-        case MK_OP_KV_APPEND: mk_kv_append_run(d.in); break;
-        case MK_OP_MLA_PARTIAL: mk_mla_partial_run(d.in); break;
-        case MK_OP_COMBINE: mk_combine_run(d.in); break;
-        case MK_OP_GQA_APPEND: mk_gqa_append_run(d.in); break;
-        case MK_OP_GQA_PARTIAL: mk_gqa_partial_run(d.in); break;
-        case MK_OP_ROUTE: mk_route_run(&d); break;
-        case MK_OP_EXPERT_UP: mk_expert_up_run(&d); break;
-        case MK_OP_EXPERT_DOWN: mk_expert_down_run(&d); break;
-        case MK_OP_SAMPLE: mk_sample_run(&d); break;
-        case MK_OP_SCHEDULE: mk_schedule_run(&d); break;
+        case MK_OP_LM_HEAD: call_mk_matrix_run(in); break;
+        case MK_OP_CONV_STEP: call_mk_conv_step_run(in); break;
+        case MK_OP_DELTA_STEP: call_mk_delta_step_run(in); break;
+        case MK_OP_KV_APPEND: mk_kv_append_run(in); break;
+        case MK_OP_MLA_PARTIAL: mk_mla_partial_run(in); break;
+        case MK_OP_COMBINE: mk_combine_run(in); break;
+        case MK_OP_GQA_APPEND: mk_gqa_append_run(in); break;
+        case MK_OP_GQA_PARTIAL: mk_gqa_partial_run(in); break;
+        case MK_OP_ROUTE: call_mk_route_run(in); break;
+        case MK_OP_EXPERT_UP: call_mk_expert_up_run(in); break;
+        case MK_OP_EXPERT_DOWN: call_mk_expert_down_run(in); break;
+        case MK_OP_SAMPLE: call_mk_sample_run(in); break;
+        case MK_OP_SCHEDULE: call_mk_schedule_run(in); break;
         default: mk_phase_carry(a, true); return;
         }
-        mk_trace_end(&d);
-        __syncwarp();
-        if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
+        instruction_done(n);
     }
 }
 
@@ -131,15 +165,53 @@ MK_DEV bool step_receive(const mk_gpu_args *a, mk_shared *sh, uint32_t seq, uint
 }
 static_assert(MK_STEP_PACKETS <= 32, "one packet a lane");
 
+/* What the controller remembers of the instruction under way. */
+typedef struct mk_watch {
+    uint32_t current;
+    uint64_t since;
+} mk_watch;
+
+/* While the controller waits for the compute warps: passes the abort word on to them, and reports what they wait for when they have been at an instruction for too
+ * long. SCHEDULE waits for the host as long as it takes; waits that report themselves (device.cuh) do so first. True: aborted. By all lanes. */
+MK_DEV bool look_after(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_t lane)
+{
+    const bool aborted = mk_load_relaxed(a->abort) != 0;
+    const uint32_t n = mk_flag_get(&sh->current);
+    const uint64_t t = mk_now();
+    if (aborted && lane == 0) mk_flag_set(&sh->aborted, 1);
+    if (n != w->current || !(n & 1)) {
+        w->current = n;
+        w->since = t;
+    } else if (lane == 0 && t - w->since >= a->timeout_ns && !aborted) {
+        const mk_insn *in = &sh->insn[n / 2 % MK_INSN_RING];
+        for (uint32_t i = 0; i < MK_WARPS && in->opcode != MK_OP_SCHEDULE; i++) {
+            const uint4 q = sh->waiting[i];
+            if (!q.x) continue;
+            const mk_wait *wait = &in->wait[q.x - 1];
+            mk_fault_report(in, MK_FAULT_PACKET, wait, q.y, q.z, mk_epoch(a->epoch0, sh->step.seq, wait->pub), q.w);
+        }
+        if (in->opcode != MK_OP_SCHEDULE && t - w->since > a->timeout_ns + a->timeout_ns / 4) mk_fault_report(in, sh->stage_kind, (const mk_wait *)0, 0, 0, 0, 0);
+    }
+    return __any_sync(0xffffffffu, aborted);
+}
+
+/* Waits until the compute warps are done with the instruction that was fed as number i. */
+MK_DEV void await_done(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_t i, uint32_t lane)
+{
+    for (uint32_t n = 1; !__all_sync(0xffffffffu, mk_mbar_try(mk_smem(&sh->insn_empty[i % MK_INSN_RING]), i / MK_INSN_RING & 1)); n++)
+        if (!(n & 15)) look_after(a, sh, w, lane);
+}
+
 MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->queue[worker], end = a->queue[worker + 1];
     uint32_t fed = 0; /* instructions so far */
+    mk_watch watch = {0, 0};
     bool leave = first == end;
     for (uint32_t seq = MK_ONE_STEP ? sh->step.seq : 0; !leave; seq++) {
         /* the compute warps may still read the last descriptor */
         for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++)
-            while (!mk_mbar_try(mk_smem(&sh->insn_empty[i % MK_INSN_RING]), i / MK_INSN_RING & 1)) {}
+            await_done(a, sh, &watch, i, lane);
         if (MK_ONE_STEP ? !sh->step.nrows : !step_receive(a, sh, seq, lane)) break;
         if (lane == 0) mk_flag_set(&sh->logits[seq & 3], (seq + 1) * 2 + (sh->step.any_logits != 0));
         for (uint32_t i = first; i < end; i++, fed++) {
@@ -150,7 +222,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             for (uint32_t n = 0; !leave; n++) {
                 bool free = fed < MK_INSN_RING || mk_mbar_try(mk_smem(&sh->insn_empty[slot]), (fed / MK_INSN_RING & 1) ^ 1);
                 if (__all_sync(0xffffffffu, free && !hang)) break;
-                if ((n & 15) == 15) leave = __any_sync(0xffffffffu, mk_load_relaxed(a->abort));
+                if ((n & 15) == 15) leave = look_after(a, sh, &watch, lane);
             }
             if (leave) break;
             if (lane < sizeof(mk_insn) / 16) ((uint4 *)&sh->insn[slot])[lane] = part;
@@ -161,8 +233,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
         if (MK_ONE_STEP) break;
     }
     uint32_t slot = fed % MK_INSN_RING;
-    if (fed >= MK_INSN_RING)
-        while (!mk_mbar_try(mk_smem(&sh->insn_empty[slot]), (fed / MK_INSN_RING & 1) ^ 1)) {}
+    if (fed >= MK_INSN_RING) await_done(a, sh, &watch, fed - MK_INSN_RING, lane);
     if (lane == 0) {
         if (!MK_ONE_STEP || leave || !sh->step.nrows) mk_flag_set(&sh->leave, 1); /* else the loaders leave by themselves */
         sh->insn[slot].opcode = MK_OP_LEAVE;
@@ -173,61 +244,73 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
 
 /* ---- loaders -------------------------------------------------------------------------------------------------------- */
 
-/* A ring of stages as its loader (one thread) walks it. */
+/* A ring of stages as its loader walks it. A loader is a warp: two lanes copy, side by side, a stage's weights and its scales; few instructions a stage,
+ * because one warp alone takes some five clocks for each. */
 typedef struct mk_feed {
-    uint32_t full, empty, stage, n, at, parity;
+    uint32_t full, empty, stage, log; /* shared addresses; stages: 1 << log */
+    uint32_t n;                       /* stages so far */
     uint64_t policy;
     mk_shared *sh;
 } mk_feed;
 
-/* False: leave. A loader waits as long as it takes; the compute warps bound the wait. */
-MK_DEV bool feed_wait(const mk_feed *f)
+MK_DEV mk_feed feed_ring(mk_shared *sh, uint32_t ring)
 {
-    while (!mk_mbar_try(f->empty + 8 * f->at, f->parity ^ 1))
-        if (mk_flag_get(&f->sh->leave)) return false;
-    return true;
+    mk_feed f = {mk_smem(sh->full[ring]), mk_smem(sh->empty[ring]), mk_smem(mk_stages(ring)), ring == MK_TAPE ? MK_LOG_STATIC : MK_LOG_EXPERT, 0, mk_evict_first(), sh};
+    return f;
 }
 
-/* Streams one segment: whole K blocks a stage, each stage with the scales of its blocks. */
+/* Streams one segment: whole K blocks a stage, each stage with the scales of its blocks. False: leave. A loader waits as long as it takes; the
+ * compute warps bound the wait. */
 MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scale_bytes, uint32_t kb_bytes, uint32_t nkb, uint32_t per, uint32_t nsegs,
                          uint32_t shift)
 {
+    const uint32_t lane = threadIdx.x % 32, row = nsegs * 4, full_bytes = per * kb_bytes;
     const uint8_t *weights = segment + scale_bytes;
-    for (uint32_t kb = 0; kb < nkb; kb += per) {
-        uint32_t nk = nkb - kb < per ? nkb - kb : per, bytes = nk * kb_bytes, lo = 0, scales = 0;
-        if (nsegs) {
-            lo = ((kb >> shift) * nsegs * 4) & ~15u;
-            scales = ((((kb + nk - 1) >> shift) + 1) * nsegs * 4 + 15 & ~15u) - lo;
-        }
-        if (!feed_wait(f)) return false;
-        uint32_t bar = f->full + 8 * f->at, to = f->stage + f->at * MK_STAGE_STRIDE;
-        mk_mbar_expect(bar, bytes + scales);
-        mk_bulk_copy(to, weights + (size_t)kb * kb_bytes, bytes, bar, f->policy);
-        if (scales) mk_bulk_copy(to + MK_STAGE_BYTES, segment + lo, scales, bar, f->policy);
-        if (++f->at == f->n) {
-            f->at = 0;
-            f->parity ^= 1;
-        }
+#pragma unroll 1
+    for (uint32_t kb = 0; kb < nkb; kb += per, weights += full_bytes) {
+        const uint32_t slot = f->n & ((1u << f->log) - 1), parity = f->n >> f->log & 1, end = nkb - kb < per ? nkb : kb + per;
+        const uint32_t bytes = nkb - kb < per ? (nkb - kb) * kb_bytes : full_bytes, bar = f->full + 8 * slot, to = f->stage + slot * MK_STAGE_STRIDE;
+        const uint32_t lo = (kb >> shift) * row & ~15u, scales = ((((end - 1) >> shift) + 1) * row + 15 & ~15u) - lo; /* without scales: row = 0 */
+        while (!mk_mbar_try(f->empty + 8 * slot, parity ^ 1))
+            if (mk_flag_get(&f->sh->leave)) return false;
+        if (lane == 0) mk_mbar_expect(bar, bytes + scales);
+        if (lane < (scales ? 2u : 1u)) mk_bulk_copy(lane ? to + MK_STAGE_BYTES : to, lane ? segment + lo : weights, lane ? scales : bytes, bar, f->policy);
+        f->n++;
     }
     return true;
 }
 
-/* Nothing may be in flight when the block leaves. A stage at or after f->at was last filled a lap ago or never; both are waited for by the
- * other parity, which an untouched barrier passes at once. */
+/* Nothing may be in flight when the block leaves: of every slot the last use, if it had one. */
 MK_DEV void feed_drain(const mk_feed *f)
 {
-    for (uint32_t i = 0; i < f->n; i++)
-        while (!mk_mbar_try(f->full + 8 * i, i < f->at ? f->parity : f->parity ^ 1)) {}
+    const uint32_t stages = 1u << f->log;
+    for (uint32_t n = f->n > stages ? f->n - stages : 0; n < f->n; n++)
+        while (!mk_mbar_try(f->full + 8 * (n & (stages - 1)), n >> f->log & 1)) {}
+}
+
+/* Descriptions come from device memory: the next one is asked for before this one is streamed. */
+MK_DEV mk_tape_seg tape_seg(const mk_tape_seg *s)
+{
+    union {
+        uint4 q[2];
+        mk_tape_seg s;
+    } u;
+    u.q[0] = __ldg((const uint4 *)s);
+    u.q[1] = __ldg((const uint4 *)s + 1);
+    return u.s;
 }
 
 MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, first = a->seg_first[worker], end = a->seg_first[worker + 1];
-    mk_feed f = {mk_smem(sh->full[MK_TAPE]), mk_smem(sh->empty[MK_TAPE]), mk_smem(mk_stages(MK_TAPE)), a->static_stages, 0, 0, mk_evict_first(), sh};
+    mk_feed f = feed_ring(sh, MK_TAPE);
     bool on = first < end;
+    mk_tape_seg next;
+    if (on) next = tape_seg(a->seg + first);
     for (uint32_t seq = 0; on && !(MK_ONE_STEP && seq); seq++)
         for (uint32_t i = first; i < end && on; i++) {
-            const mk_tape_seg s = a->seg[i];
+            const mk_tape_seg s = next;
+            next = tape_seg(a->seg + (i + 1 < end ? i + 1 : first));
             if (s.lm_head && !MK_ONE_STEP) { /* only now does it matter what the step is */
                 uint32_t seen;
                 while ((seen = mk_flag_get(&sh->logits[seq & 3])) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !mk_flag_get(&sh->leave);
@@ -239,42 +322,51 @@ MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh)
     feed_drain(&f);
 }
 
+MK_DEV mk_expert_seg expert_seg(const mk_expert_seg *s)
+{
+    union {
+        uint4 q[3];
+        mk_expert_seg s;
+    } u;
+    for (int i = 0; i < 3; i++) u.q[i] = __ldg((const uint4 *)s + i);
+    return u.s;
+}
+
 MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
 {
-    const uint32_t worker = blockIdx.x, first = a->expert_first[worker], end = a->expert_first[worker + 1];
-    mk_feed f = {mk_smem(sh->full[MK_EXPERT]), mk_smem(sh->empty[MK_EXPERT]), mk_smem(mk_stages(MK_EXPERT)), MK_EXPERT_STAGES, 0, 0, mk_evict_first(), sh};
-    uint32_t parity = 0;
+    const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->expert_first[worker], end = a->expert_first[worker + 1];
+    mk_feed f = feed_ring(sh, MK_EXPERT);
+    uint32_t parity = 0, n_union = 0, any = 0;
     bool on = first < end;
     mk_phase_wait();
-    for (uint32_t step = 0; on && !(MK_ONE_STEP && step); step++) {
-        const mk_routes *routes = mk_phase_routes(a);
-        uint32_t n_union = routes ? routes->n_union : 0, any = 0;
-        for (uint32_t i = first; i < end && on; i++) {
-            const mk_insn *in = a->insn + a->expert_insn[i];
-            if (in->opcode == MK_OP_ROUTE) {
-                if (any) mk_mbar_arrive(mk_smem(&sh->route_empty)); /* the layer before is issued */
-                any = 1;
-                while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !mk_flag_get(&sh->leave);
-                parity ^= 1;
-                routes = (const mk_routes *)(mk_local_memory(a) + sh->vec[in->signal_vec].offset);
-                n_union = on ? routes->n_union : 0;
-            } else {
-                const mk_expert e = in->expert;
-                const uint32_t up = in->opcode == MK_OP_EXPERT_UP, T = e.T, values = mk_kblock_values(e.wtype), nkb = (e.k + values - 1) / values;
-                const uint32_t nsegs = e.nseg * (up ? 2 : 1);
-                const mk_divisor by_T = mk_div_by(T);
-                const uint32_t scales = (uint32_t)mk_segment_scale_bytes(e.wtype, e.k, nsegs, MK_SCALE_ROWS);
-                for (uint32_t j = 0; j < n_union && on; j++) {
-                    const uint8_t *base = a->expert + e.base + routes->expert[j] * e.expert_stride;
-                    for (uint32_t t = up ? mk_deal_first(j, T, worker, a->workers) : e.t; t < T && on; t += up ? a->workers : T) {
-                        uint32_t rows = up ? 2 * (mk_cut(t + 1, e.inter, by_T) - mk_cut(t, e.inter, by_T)) : e.n;
-                        on = feed_segment(&f, base + (uint64_t)t * e.slice_stride, scales, rows * MK_KBLOCK_BYTES, nkb,
-                                          mk_stage_kblocks(e.wtype, rows, 1), nsegs, 1);
-                    }
-                }
-            }
+    const mk_routes *routes = mk_phase_routes(a);
+    n_union = routes ? routes->n_union : 0;
+    mk_expert_seg next;
+    if (on) next = expert_seg(a->expert_seg + first);
+    for (uint32_t i = first; on && !(MK_ONE_STEP && i == end); i = i + 1 < end || MK_ONE_STEP ? i + 1 : first) {
+        const mk_expert_seg s = next;
+        next = expert_seg(a->expert_seg + (i + 1 < end ? i + 1 : first));
+        if (!s.T) { /* ROUTE */
+            if (any && lane == 0) mk_mbar_arrive(mk_smem(&sh->route_empty)); /* the layer before is issued */
+            any = 1;
+            while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !mk_flag_get(&sh->leave);
+            __syncwarp();
+            parity ^= 1;
+            routes = (const mk_routes *)(mk_local_memory(a) + s.base);
+            n_union = on ? routes->n_union : 0;
+            continue;
         }
-        mk_mbar_arrive(mk_smem(&sh->route_empty));
+        const mk_divisor by_T = {s.magic, s.T};
+        uint32_t shift = 0; /* j * T modulo the workers */
+        for (uint32_t j = 0; j < n_union && on; j++) {
+            const uint8_t *base = a->expert + s.base + routes->expert[j] * s.stride;
+            for (uint32_t t = s.rows ? s.t : worker >= shift ? worker - shift : worker + a->workers - shift; t < s.T && on; t += s.rows ? s.T : a->workers) {
+                const uint32_t rows = s.rows ? s.rows : 2 * (mk_cut(t + 1, s.inter, by_T) - mk_cut(t, s.inter, by_T));
+                on = feed_segment(&f, base + (uint64_t)t * s.slice_stride, s.scales, rows * MK_KBLOCK_BYTES, s.nkb, rows == s.most ? s.per_most : s.per_less,
+                                  s.nsegs, 1);
+            }
+            for (shift += s.T; shift >= a->workers; shift -= a->workers) {}
+        }
     }
     feed_drain(&f);
 }
@@ -308,15 +400,18 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
             mk_mbar_init(&sh->insn_full[i], MK_ARRIVALS);
             mk_mbar_init(&sh->insn_empty[i], MK_WARPS * MK_ARRIVALS);
         }
-        for (uint32_t i = 0; i < 2 * MK_STATIC_MAX; i++) {
+        for (uint32_t i = 0; i < 2 * MK_STATIC_STAGES; i++) {
             mk_mbar_init(&sh->full[0][i], 1);
-            mk_mbar_init(&sh->empty[0][i], MK_WARPS * MK_ARRIVALS);
+            mk_mbar_init(&sh->empty[0][i], MK_WARPS / 4 * MK_ARRIVALS); /* a slot has its group of four warps: matvec.cuh */
         }
         mk_mbar_init(&sh->route_full, MK_ARRIVALS);
         mk_mbar_init(&sh->route_empty, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
-        sh->leave = sh->draw_met = 0;
+        sh->leave = sh->draw_met = sh->current = sh->aborted = 0;
+        sh->stage_kind = MK_FAULT_TAPE;
+        memset(sh->waiting, 0, sizeof sh->waiting);
+        memset(sh->zero, 0, sizeof sh->zero);
         sh->trace.first = a.queue[blockIdx.x];
         memset(sh->memo, 0, sizeof sh->memo);
         sh->args = a;
@@ -329,23 +424,22 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
     __syncthreads();
 
     if (warp < MK_WARPS) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 112;"); /* 512 x 112 + 128 x 32 = 640 x 96, what the launch gave */
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 104;"); /* 512 x 104 + 128 x 64 = 640 x 96, what the launch gave */
         compute(&a);
         if (a.local_image) {
             mk_sync();
             local_copy(a.local_image + (size_t)blockIdx.x * a.local_bytes, mk_local_memory(&a), a.local_bytes);
         }
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
         if (warp == MK_WARP_CONTROL) {
             control(&a, sh);
         } else if (warp == MK_WARP_COURIER) {
             if (!MK_ONE_STEP && schedules(&a)) mk_courier(&a, sh, threadIdx.x % 32);
-        } else if (threadIdx.x % 32 == 0) {
-            if (warp == MK_WARP_STATIC)
-                stream_static(&a, sh);
-            else if (warp == MK_WARP_EXPERT)
-                stream_experts(&a, sh);
+        } else if (warp == MK_WARP_STATIC) {
+            stream_static(&a, sh);
+        } else if (warp == MK_WARP_EXPERT) {
+            stream_experts(&a, sh);
         }
     }
 }

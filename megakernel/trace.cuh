@@ -33,23 +33,6 @@ MK_DEV void mk_trace_bytes(const mk_dev *d, uint32_t n)
 {
     if (d->trace) d->sh->trace.bytes += n;
 }
-MK_DEV bool mk_trace_here(const mk_dev *d)
-{
-    return d->tid == 0 && d->sh->trace.on;
-}
-MK_DEV void mk_trace_bytes_here(const mk_dev *d, uint32_t n)
-{
-    if (mk_trace_here(d)) d->sh->trace.bytes += n;
-}
-/* Around a wait for a stage of weights that is not there yet. */
-MK_DEV void mk_trace_wait(const mk_dev *d)
-{
-    if (mk_trace_here(d)) d->sh->trace.since = mk_now_low();
-}
-MK_DEV void mk_trace_waited(const mk_dev *d)
-{
-    if (mk_trace_here(d)) d->sh->trace.weights += mk_now_low() - d->sh->trace.since;
-}
 /* Writes the record. SCHEDULE does it before it may idle, and again at its end. */
 MK_DEV void mk_trace_end(const mk_dev *d)
 {
