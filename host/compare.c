@@ -63,7 +63,7 @@ static void partials(const mk_program *p, const mk_step *step, const mk_insn *in
     const mk_mla *m = &in->mla;
     const mk_gqa *g = &in->gqa;
     int mla = in->opcode == MK_OP_MLA_PARTIAL;
-    uint32_t all = mla ? m->all_heads : g->heads, n = mla ? m->latent : g->dim, floats = mk_partial_floats(n), per = mla ? MK_HEAD_GROUP : g->heads / g->kv_heads;
+    uint32_t all = mla ? m->all_heads : g->heads, n = mla ? m->latent : g->dim, floats = mk_partial_floats(n), per = mla ? mk_head_group(step->row[row].pos) : g->heads / g->kv_heads;
     uint32_t heads = mla ? m->heads : g->heads, head0 = mla ? m->head0 : 0, groups = (heads + per - 1) / per;
     uint32_t part = mla ? m->part : g->part, parts = mla ? m->parts : g->parts, splits = mk_splits(step->row[row].pos);
     for (uint32_t s = 0; s < splits; s++)

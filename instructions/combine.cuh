@@ -5,6 +5,14 @@
 #include "instructions/mk_math.h"
 #include "megakernel/device.cuh"
 
+/* e^x for weights: 2^x of the hardware. */
+MK_DEV float mk_exp_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fmul_rn(x, 1.44269504f)));
+    return y;
+}
+
 /* What a warp merged: sum w acc, then max and sum w sum. */
 typedef struct mk_merged {
     float max[MK_WARPS], sum[MK_WARPS];
@@ -48,13 +56,13 @@ MK_CALL void mk_combine_run(const mk_insn *in)
                     if (i < n) v[k] = __ldcg((const float4 *)(p + m->first + i));
                     top = fmaxf(top, ms[k].x);
                 }
-                const float shrink = mk_expf(max - top);
+                const float shrink = mk_exp_fast(max - top);
                 sum = __fmul_rn(sum, shrink);
                 y.x = __fmul_rn(y.x, shrink), y.y = __fmul_rn(y.y, shrink), y.z = __fmul_rn(y.z, shrink), y.w = __fmul_rn(y.w, shrink);
                 max = top;
 #pragma unroll
                 for (int k = 0; k < BATCH; k++) {
-                    const float w = mk_expf(ms[k].x - top);
+                    const float w = mk_exp_fast(ms[k].x - top);
                     sum = __fmaf_rn(w, ms[k].y, sum);
                     y.x = __fmaf_rn(w, v[k].x, y.x), y.y = __fmaf_rn(w, v[k].y, y.y), y.z = __fmaf_rn(w, v[k].z, y.z), y.w = __fmaf_rn(w, v[k].w, y.w);
                 }
@@ -64,21 +72,17 @@ MK_CALL void mk_combine_run(const mk_insn *in)
             x->sum[d->warp] = sum;
         }
         mk_sync();
-        const uint32_t warps = splits < MK_WARPS ? splits : MK_WARPS;
-        float max = lane < warps ? x->max[lane] : -INFINITY;
+        float max = x->max[lane % MK_WARPS]; /* -inf of warps without a split */
 #pragma unroll
-        for (int k = 16; k; k >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, k));
-        const float w = lane < warps ? mk_expf(x->max[lane] - max) : 0.0f, sum = mk_warp_sum(lane < warps ? w * x->sum[lane] : 0.0f);
+        for (int k = 8; k; k >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, k));
+        const float w = mk_exp_fast(x->max[lane % MK_WARPS] - max), sum = mk_warp_sum(lane < MK_WARPS ? w * x->sum[lane] : 0.0f);
 #pragma unroll 1
         for (uint32_t group = d->warp; group < mk_units(n); group += MK_WARPS) {
             const uint32_t i = group * MK_UNIT + lane, left = n - group * MK_UNIT;
             const bool has = i < n && lane < MK_UNIT;
             float y = 0;
-#pragma unroll 1
-            for (uint32_t k = 0; k < warps; k++) {
-                const float wk = __shfl_sync(0xffffffffu, w, k);
-                if (has) y = __fmaf_rn(wk, merged[k * n + i], y);
-            }
+#pragma unroll
+            for (uint32_t k = 0; k < MK_WARPS; k++) y = __fmaf_rn(__shfl_sync(0xffffffffu, w, k), has ? merged[k * n + i] : 0.0f, y);
             y /= sum;
             if (m->gate) {
                 mk_warp_read(&d->in->wait[1], r, m->in_off + m->head0 * m->qk_stride + m->first + group * MK_UNIT, left < MK_UNIT ? left : MK_UNIT, g);

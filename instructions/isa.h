@@ -208,19 +208,23 @@ typedef struct mk_mla {
 
 /* Attention splits of a row at position pos lie at absolute page positions: split s covers pages
  * [s*P, (s+1)*P) with P = mk_split_pages(pos): a function of the row's own position alone (row invariance). */
-#define MK_MAX_SPLITS 64
+#define MK_MAX_SPLITS 66 /* with two groups of heads: an item for each SM of an H200 */
 MK_BOTH uint32_t mk_split_pages(uint32_t pos)
 {
-    uint32_t pages = pos / MK_PAGE + 1, per = 1;
-    while ((pages + per - 1) / per > MK_MAX_SPLITS) per *= 2;
-    return per;
+    return (pos / MK_PAGE + MK_MAX_SPLITS) / MK_MAX_SPLITS;
 }
 MK_BOTH uint32_t mk_splits(uint32_t pos)
 {
     uint32_t pages = pos / MK_PAGE + 1, per = mk_split_pages(pos);
     return (pages + per - 1) / per;
 }
-#define MK_HEAD_GROUP 8 /* heads that one work item of MLA_PARTIAL takes (the last group may be smaller) */
+/* Heads that one work item of MLA_PARTIAL takes (the last group may be smaller): few while there are few splits, so that 32 heads make about 132
+ * items from position 2,048 on; more when there are many, because every item reads its whole split. */
+#define MK_HEAD_GROUP 16u /* at most: rows of a tensor-core tile */
+MK_BOTH uint32_t mk_head_group(uint32_t pos)
+{
+    return pos / MK_PAGE < MK_MAX_SPLITS / 2 ? MK_HEAD_GROUP / 2 : MK_HEAD_GROUP;
+}
 /* A partial in the bulk region: f32[latent] unnormalised sum of p*c with p = exp(s - max), then max, then sum(p), then 2 unused
  * floats: (latent + 4) floats, at ((row * MK_MAX_SPLITS + split) * all_heads + head). */
 MK_BOTH uint32_t mk_partial_floats(uint32_t latent)

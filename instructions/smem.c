@@ -8,7 +8,7 @@
  *   CONV_STEP     rows x (2 dk + dv) f32                      -
  *   DELTA_STEP    rows x (dk + dv + 1) f32                    the state, dk x dv f32
  *   KV_APPEND     rows x (latent + rope) f32                  -
- *   MLA_PARTIAL   MK_HEAD_GROUP heads x (latent + rope)   the same heads x (latent + 4) f32
+ *   MLA_PARTIAL   MK_HEAD_GROUP heads x (latent + rope)       the same heads x 128 tokens (sums are in registers)
  *   COMBINE       gate: rows x n f32                          rows x n f32, two f32 a split
  *   GQA_APPEND    rows x 2 dim f32                            -
  *   GQA_PARTIAL   heads of one KV head x dim                  the same heads x (dim + 4) f32
@@ -100,7 +100,7 @@ static uint64_t working(const mk_program *p, const mk_insn *in)
     case MK_OP_DELTA_STEP:
         return (uint64_t)in->delta.dk * in->delta.dv * 4;
     case MK_OP_MLA_PARTIAL:
-        return mla_group(&in->mla) * mk_partial_floats(in->mla.latent) * 4;
+        return mla_group(&in->mla) * 128 * ae;
     case MK_OP_GQA_PARTIAL:
         return gqa_group(&in->gqa) * mk_partial_floats(in->gqa.dim) * 4;
     case MK_OP_COMBINE:

@@ -505,10 +505,7 @@ MK_DEV void mk_bulk_wait(const mk_dev *d, const mk_wait *w)
 MK_DEV void mk_bulk_signal(const mk_dev *d, uint32_t vec)
 {
     mk_sync();
-    if (d->tid == 0) {
-        __threadfence();
-        mk_red_release(d->a->counter + d->sh->vec[vec].counter);
-    }
+    if (d->tid == 0) mk_red_release(d->a->counter + d->sh->vec[vec].counter); /* releases what the barrier made visible to this thread as well */
 }
 
 MK_DEV void *mk_local_at(const mk_dev *d, uint32_t vec)

@@ -3,7 +3,7 @@ extern "C" { /* C headers */
 }
 #include "megakernel/gpu.h"
 
-#include "instructions/attention.cuh"
+#include "instructions/gqa_append.cuh"
 
 #include "megakernel/device.cuh"
 #include "megakernel/kernel.h"
@@ -153,27 +153,25 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         EXPECT("latent and rotary channels modulo 8", 0, m->latent % 8 + m->rope % 8);
         return MK_OK;
     case MK_OP_MLA_PARTIAL:
-        heads = m->heads < MK_HEAD_GROUP ? m->heads : MK_HEAD_GROUP;
         AT_MOST("latent channels", 32 * MK_WARPS, m->latent);
         AT_MOST("rotary channels", 128, m->rope);
         EXPECT("latent and rotary channels modulo 8", 0, m->latent % 8 + m->rope % 8);
         EXPECT("the type of the absorbed queries", MK_BF16, p->vec[in->wait[0].vec].dtype);
-        AT_MOST("bytes of queries", MK_STAGING, mk_att_query_bytes(m->latent + m->rope, m->latent / 32, heads));
+        AT_MOST("bytes of queries", MK_STAGING, mk_att_query_bytes(m->latent + m->rope, m->latent / 32) + 4ull * MK_WARPS * (m->rope + 64));
         return MK_OK;
     case MK_OP_COMBINE:
         EXPECT("channels of a slice modulo 4", 0, m->n % 4 + m->first % 4 + m->latent % 4);
         AT_MOST("channels of a slice", MK_STAGING / (4 * MK_WARPS), m->n);
         return MK_OK;
     case MK_OP_GQA_APPEND:
-        AT_MOST("channels of a head", MK_STAGING / (8 * MK_MAX_ROWS), g->dim);
+        AT_MOST("channels of a head", MK_GQA_DIM, g->dim);
         EXPECT("channels of a head modulo 8", 0, g->dim % 8);
         return MK_OK;
     case MK_OP_GQA_PARTIAL:
         heads = g->heads / g->kv_heads;
         AT_MOST("heads on a KV head", MK_ATT_HEADS, heads);
-        AT_MOST("channels of a head", 32 * MK_WARPS, g->dim);
+        AT_MOST("channels of a head", MK_GQA_DIM, g->dim);
         EXPECT("channels of a head modulo 8", 0, g->dim % 8);
-        AT_MOST("bytes of queries", MK_STAGING, mk_att_query_bytes(g->dim, 0, heads) + 4ull * MK_WARPS * g->dim);
         return MK_OK;
     case MK_OP_ROUTE:
         AT_MOST("experts", MK_MAX_EXPERT, in->route.experts);
@@ -196,6 +194,8 @@ static int check_program(const mk_program *p, uint32_t sms, mk_err *err)
     const mk_program_info *i = &p->info;
     if (i->flags & MK_PROG_ACT_F32) return mk_fail(err, MK_E_PROGRAM, "a program with act=f32 runs on the CPU twin only");
     if (i->workers > sms) return mk_fail(err, MK_E_PROGRAM, "the program is for %u workers, the GPU has %u SMs", i->workers, sms);
+    if (i->max_context && mk_split_pages(i->max_context - 1) > MK_ATT_PAGES)
+        return mk_fail(err, MK_E_PROGRAM, "the kernel's limit is a context of %u tokens, the program allows %u", MK_ATT_PAGES * MK_MAX_SPLITS * MK_PAGE, i->max_context);
     if (i->n_vec > MK_MAX_VEC) return mk_fail(err, MK_E_PROGRAM, "the kernel's limit is %u vectors, the program has %u", MK_MAX_VEC, i->n_vec);
     for (uint32_t w = 0; w < i->workers; w++)
         for (uint32_t k = p->queue[w]; k < p->queue[w + 1]; k++) {
