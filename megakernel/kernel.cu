@@ -240,6 +240,8 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     }
     __syncwarp();
     if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
+    for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING + 1; MK_ONE_STEP && i < fed; i++) /* somebody has to watch over the last ones */
+        await_done(a, sh, &watch, i, lane);
 }
 
 /* ---- loaders -------------------------------------------------------------------------------------------------------- */

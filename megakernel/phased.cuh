@@ -92,7 +92,7 @@ MK_DEV void mk_phase_prefetch(const mk_gpu_args *a)
 {
     const mk_phase_args *p = mk_phase(a);
     uint32_t left = p->prefetch;
-    if (!left || !p->next_first) return;
+    if (!left || !p->next_first || threadIdx.x % 32) return;
     for (uint32_t i = p->next_first[blockIdx.x]; i < p->next_first[blockIdx.x + 1] && left; i++) {
         const mk_tape_seg s = a->seg[i];
         uint32_t bytes = s.scales + s.nkb * s.kb_bytes;
