@@ -349,7 +349,8 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
         const mk_expert_seg s = next;
         next = expert_seg(a->expert_seg + (i + 1 < end ? i + 1 : first));
         if (!s.T) { /* ROUTE */
-            if (any && lane == 0) mk_mbar_arrive(mk_smem(&sh->route_empty)); /* the layer before is issued */
+            __syncwarp(); /* all lanes have read the routes of the layer before: it is issued */
+            if (any && mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->route_empty));
             any = 1;
             while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !mk_flag_get(&sh->leave);
             __syncwarp();
@@ -407,7 +408,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
             mk_mbar_init(&sh->empty[0][i], MK_WARPS / 4 * MK_ARRIVALS); /* a slot has its group of four warps: matvec.cuh */
         }
         mk_mbar_init(&sh->route_full, MK_ARRIVALS);
-        mk_mbar_init(&sh->route_empty, 1);
+        mk_mbar_init(&sh->route_empty, MK_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
         sh->leave = sh->draw_met = sh->current = sh->aborted = 0;
