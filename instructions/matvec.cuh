@@ -420,6 +420,8 @@ MK_CALL mk_accs mk_product_of(uint32_t ring, uint32_t at, uint32_t form, uint32_
     mk_shared *sh = mk_sh();
     const uint32_t log_stages = ring == MK_TAPE ? MK_LOG_STATIC : MK_LOG_EXPERT, log_tiles = form >> 4 & 3, nseg = form >> 8 & 15, phase = form >> 16;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, group = warp / MK_GROUP_WARPS;
+    const uint32_t first = s0 + ((group - at - s0) & (MK_GROUPS - 1)); /* this group's */
+    if (first >= s1) return acc;
     const uint32_t log_side = log_tiles < 2 ? log_tiles : 2, ways = MK_GROUP_WARPS >> log_side, way = member >> log_side; /* along K */
     const uint32_t tile0 = member & ((1u << log_side) - 1), last = rows - 1, kb_bytes = rows * MK_KBLOCK_BYTES;
     const uint32_t log_x = form & 1 ? 7 : 6, half = form & 2 ? rows / 2 : rows, scale_row = (form & 2 ? 8 : 4) * nseg;
@@ -440,7 +442,7 @@ MK_CALL mk_accs mk_product_of(uint32_t ring, uint32_t at, uint32_t form, uint32_
     const uint32_t ring0 = mk_smem(mk_stages(ring)), full = mk_smem(sh->full[ring]), empty = mk_smem(sh->empty[ring]);
 
 #pragma unroll 1
-    for (uint32_t s = s0 + ((group - at - s0) & (MK_GROUPS - 1)); s < s1; s += MK_GROUPS) {
+    for (uint32_t s = first; s < s1; s += MK_GROUPS) {
         const uint32_t n = at + s, slot = n & ((1u << log_stages) - 1), kb = s * per, nk = nkb - kb < per ? nkb - kb : per;
         const uint32_t stage = ring0 + slot * MK_STAGE_STRIDE, ahead = x0 + (kb - s0 * per + way) * x_kb;
         mk_stage_wait(full + 8 * slot, n >> log_stages & 1, ring == MK_TAPE ? MK_FAULT_TAPE : MK_FAULT_EXPERT);
