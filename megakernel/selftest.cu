@@ -496,6 +496,7 @@ static uint32_t find_kinds(const mk_program *p, kind *k)
         const mk_insn *in = &p->insn[i];
         uint32_t j = 0, pub = in->signal_pub;
         if (in->opcode == MK_OP_SCHEDULE || pub >= MK_EPOCH_STRIDE) continue;
+        if (in->opcode == MK_OP_SAMPLE && in->sample.helper) continue; /* no output of its own: gather */
         while (j < n && !same_kind(&k[j].like, in)) j++;
         if (j == MAX_KINDS) continue;
         if (j == n) k[n++].like = *in;
@@ -553,7 +554,8 @@ static void gather(test *t)
         for (uint32_t i = p->queue[w]; i < p->queue[w + 1]; i++) {
             const mk_insn *in = &p->insn[i];
             if (in->opcode == MK_OP_ROUTE) route = in;
-            if (in->signal_pub != t->kind->chosen || !same_kind(in, &t->kind->like)) continue;
+            if (in->opcode == MK_OP_SAMPLE && in->sample.helper && t->kind->like.opcode == MK_OP_SAMPLE) t->all[n++] = *in; /* it meets the others */
+            if (in->signal_pub != t->kind->chosen || !same_kind(in, &t->kind->like)) continue; /* a helper has no signal */
             if (experts && !last && route) t->all[n++] = *route;
             t->all[n] = *in;
             if (last != i) t->all[n].flags &= (uint16_t)~MK_F_STAGED; /* who staged it is not here */
