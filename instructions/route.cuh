@@ -26,7 +26,7 @@ typedef struct mk_route_scratch {
 static_assert(sizeof(mk_route_scratch) + MK_MAX_EXPERT * 8 <= MK_RED_FLOATS * 4, "a row fits");
 
 /* score[0..n) from logits to probabilities, by one warp; expert i belongs to lane i mod 32. */
-MK_CALL void mk_route_softmax(uint32_t n, const float *bias, uint32_t *key, float *score)
+MK_DEV void mk_route_softmax(uint32_t n, const float *bias, uint32_t *key, float *score)
 {
     const uint32_t lane = threadIdx.x % 32;
     float max = -INFINITY, sum = 0;
@@ -48,12 +48,13 @@ MK_CALL void mk_route_softmax(uint32_t n, const float *bias, uint32_t *key, floa
 }
 
 /* Takes the experts of the groups that do not stay out of the race. By one warp. */
-MK_CALL void mk_route_groups(const mk_route *t, const float *bias, uint32_t *key, const float *score)
+MK_DEV void mk_route_groups(const mk_route *t, const float *bias, uint32_t *key, const float *score)
 {
-    const uint32_t n = t->experts, size = n / t->groups, lane = threadIdx.x % 32;
+    const uint32_t n = t->experts, size = mk_small_quot(n, t->groups), lane = threadIdx.x % 32;
     float best = -INFINITY; /* lane g: score of group g (at most 32 groups) */
     if (lane < t->groups) {
         float one = -INFINITY, two = -INFINITY;
+#pragma unroll 1
         for (uint32_t i = lane * size; i < (lane + 1) * size; i++) {
             float c = bias ? score[i] + __ldg(bias + i) : score[i];
             if (c > one) {
@@ -72,44 +73,51 @@ MK_CALL void mk_route_groups(const mk_route *t, const float *bias, uint32_t *key
         kept |= win & (0u - win);
     }
     for (uint32_t i = lane; i < n; i += 32)
-        if (!(kept >> (i / size) & 1)) key[i] = 0;
+        if (!(kept >> mk_small_quot(i, size) & 1)) key[i] = 0;
     __syncwarp();
 }
 
-/* One warp chooses a row's experts: lane k < topk gets the k-th best; ties go to the lower id. Expert i belongs to lane i mod 32, and a lane knows its best
- * three, so that it hardly ever looks through its keys again. The keys of the chosen become 0. */
-MK_DEV uint32_t mk_route_choose(uint32_t n, uint32_t topk, volatile uint32_t *key, uint32_t lane)
+/* What only some models need. By one warp. */
+MK_CALL void mk_route_prepare(const mk_route *t, const float *bias, uint32_t *key, float *score)
 {
-    uint32_t k1 = 0, k2 = 0, k3 = 0, at1 = lane, at2 = lane, at3 = lane, mine = 0;
+    if (t->score == MK_SCORE_SOFTMAX) mk_route_softmax(t->experts, bias, key, score);
+    if (t->groups > 1) mk_route_groups(t, bias, key, score);
+}
+
+/* One warp chooses a row's experts: lane k < topk gets the k-th best; ties go to the lower id. Expert i belongs to lane i mod 32, and a lane knows its best
+ * three, so that the keys are hardly ever looked through again. The keys of the chosen become 0. Nothing here makes lanes part. */
+MK_DEV uint32_t mk_route_choose(uint32_t n, uint32_t topk, uint32_t *key, uint32_t lane)
+{
+    uint32_t mine = 0xffffffffu, k = 0;
 #pragma unroll 1
-    for (uint32_t k = 0; k < topk; k++) {
-        if (k1 == 0) {
+    do {
+        uint32_t k1 = 0, k2 = 0, k3 = 0, at1 = lane, at2 = lane, at3 = lane;
 #pragma unroll 4
-            for (uint32_t i = lane; i < n; i += 32) { /* no branches: lanes would part */
-                const uint32_t x = key[i];
-                const bool c1 = x > k1, c2 = x > k2, c3 = x > k3;
-                k3 = c2 ? k2 : c3 ? x : k3;
-                at3 = c2 ? at2 : c3 ? i : at3;
-                k2 = c1 ? k1 : c2 ? x : k2;
-                at2 = c1 ? at1 : c2 ? i : at2;
-                k1 = c1 ? x : k1;
-                at1 = c1 ? i : at1;
-            }
+        for (uint32_t i = lane; i < n; i += 32) {
+            const uint32_t x = key[i];
+            const bool c1 = x > k1, c2 = x > k2, c3 = x > k3;
+            k3 = c2 ? k2 : c3 ? x : k3;
+            at3 = c2 ? at2 : c3 ? i : at3;
+            k2 = c1 ? k1 : c2 ? x : k2;
+            at2 = c1 ? at1 : c2 ? i : at2;
+            k1 = c1 ? x : k1;
+            at1 = c1 ? i : at1;
         }
-        const uint32_t most = __reduce_max_sync(0xffffffffu, k1);
-        uint32_t who = __ballot_sync(0xffffffffu, k1 == most);
-        if (who & (who - 1)) /* several lanes: the lowest id */
-            who = __ballot_sync(0xffffffffu, at1 == __reduce_min_sync(0xffffffffu, k1 == most ? at1 : 0xffffffffu) && k1 == most);
-        const uint32_t win = __shfl_sync(0xffffffffu, at1, __ffs((int)who) - 1);
-        const bool won = who >> lane & 1;
-        if (won) key[at1] = 0;
-        mine = lane == k ? win : mine;
-        k1 = won ? k2 : k1;
-        at1 = won ? at2 : at1;
-        k2 = won ? k3 : k2;
-        at2 = won ? at3 : at2;
-        k3 = won ? 0 : k3;
-    }
+        bool gone = false; /* a lane has used up what it knew */
+#pragma unroll 1
+        do {
+            const uint32_t most = __reduce_max_sync(0xffffffffu, k1), win = __reduce_min_sync(0xffffffffu, k1 == most ? at1 : 0xffffffffu);
+            const bool won = at1 == win;
+            if (won) key[win] = 0;
+            mine = lane == k ? win : mine;
+            k1 = won ? k2 : k1;
+            at1 = won ? at2 : at1;
+            k2 = won ? k3 : k2;
+            at2 = won ? at3 : at2;
+            k3 = won ? 0 : k3;
+            gone = __any_sync(0xffffffffu, won && k1 == 0);
+        } while (++k < topk && !gone);
+    } while (k < topk);
     return mine;
 }
 
@@ -135,7 +143,7 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
     }
     mk_sync();
     if (tid >= nrows * topk) return;
-    uint32_t r = tid / topk, k = tid - r * topk, e = x->id[r][k], p = 0, same = 0;
+    uint32_t r = mk_small_quot(tid, topk), k = tid - r * topk, e = x->id[r][k], p = 0, same = 0;
     uint32_t j = x->before[e / 32] + __popc(x->chosen[e / 32] & ((1u << (e % 32)) - 1));
 #pragma unroll 1
     for (uint32_t i = 0; i < nrows; i++)
@@ -158,15 +166,18 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
 MK_DEV void mk_route_row(const mk_dev *d, const mk_route *t, uint32_t r, const float *bias, uint32_t *key, float *score, mk_routes *out, mk_route_scratch *x)
 {
     const uint32_t lane = d->lane, topk = t->topk;
-    if (t->score == MK_SCORE_SOFTMAX) mk_route_softmax(t->experts, bias, key, score);
-    if (t->groups > 1) mk_route_groups(t, bias, key, score);
+    if (t->score == MK_SCORE_SOFTMAX || t->groups > 1) mk_route_prepare(t, bias, key, score);
     const uint32_t e = mk_route_choose(t->experts, topk, key, lane);
-    float w = lane < topk ? score[e] : 0.0f;
-    uint32_t rank = 0; /* chosen experts of lower id */
-#pragma unroll 4
-    for (uint32_t k = 0; k < topk; k++) rank += __shfl_sync(0xffffffffu, e, k) < e;
-    if (t->renorm) w = mk_div(w, mk_warp_sum(w) + 1e-20f);
+    float w = lane < topk ? score[e] : 0.0f, sum = w;
+    uint32_t rank = 0; /* chosen experts of lower id; lanes without one have the greatest number */
+#pragma unroll 1
+    for (uint32_t k0 = 0; k0 < topk; k0 += 8)
+#pragma unroll
+        for (uint32_t k = 0; k < 8; k++) rank += __shfl_sync(0xffffffffu, e, k0 + k) < e;
+#pragma unroll
+    for (int m = MK_MAX_TOPK / 2; m; m >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, m);
     if (lane >= topk) return;
+    if (t->renorm) w = mk_div(w, sum + 1e-20f);
     out->weight[r][rank] = w * t->scale;
     if (d->step->nrows > 1) {
         x->id[r][rank] = (uint16_t)e;

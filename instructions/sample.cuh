@@ -23,6 +23,11 @@ typedef struct mk_left {
     uint64_t least, weight;
 } mk_left;
 
+typedef struct mk_stats {
+    float max, sum; /* sum of exp(l - max) */
+    uint32_t best;  /* lowest id that has the maximum; ~0: there is no maximum */
+} mk_stats;
+
 /* In the staging area. */
 typedef struct mk_sample_scratch {
     unsigned long long weight[MK_DIGITS];
@@ -31,10 +36,9 @@ typedef struct mk_sample_scratch {
     mk_left left;
     uint64_t above, weight_above; /* of the digits that are chosen so far: what comes before them in the order */
     uint32_t key, mine;
-    float max, sum, logit; /* logit: of the chosen token */
-    uint32_t best;
-    float warp_max[MK_WARPS], warp_sum[MK_WARPS];
-    uint32_t warp_best[MK_WARPS];
+    uint32_t best; /* the chosen token, and its logit: thread 0's */
+    float logit;
+    mk_stats warps[2][MK_WARPS]; /* of rows in turn: the one before may still be read */
     mk_sampling sampling[MK_MAX_ROWS];
 } mk_sample_scratch;
 static_assert(sizeof(mk_sample_scratch) <= MK_STAGING, "scratch fits the staging area");
@@ -267,13 +271,13 @@ MK_CALL bool mk_draw_find(const mk_insn *in, const mk_dist *q, uint64_t random, 
 }
 
 /* All parts together: the row's token and its logit into x->best and x->logit of the sampler; the greedy choice stays there when nothing weighs anything. */
-MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row)
+MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row, float max)
 {
     mk_sample_scratch *x = mk_scratch();
     const mk_shared *sh = mk_sh();
     const mk_sampling s = x->sampling[row];
     const uint32_t parts = in->sample.helpers + 1u, vocab = in->sample.vocab, epoch = sh->step.seq + 1;
-    const mk_dist q = {logits, mk_start(in->sample.helper, vocab, parts), mk_start(in->sample.helper + 1u, vocab, parts), x->max, s.temperature};
+    const mk_dist q = {logits, mk_start(in->sample.helper, vocab, parts), mk_start(in->sample.helper + 1u, vocab, parts), max, s.temperature};
     if (threadIdx.x == 0) {
         x->left.key = 0;
         x->left.ties = vocab;
@@ -305,8 +309,27 @@ MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row)
     mk_sync();
 }
 
-/* Maximum, its lowest id and the normaliser of one row, by all threads: slices tid, tid + 512, ... a thread, then by warp, then by block. */
-MK_DEV void mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_sample_scratch *x)
+/* Greatest maximum of 2 * `half` neighbouring lanes, ties to the lower id. */
+template <int HALF> MK_DEV void mk_stats_greatest(mk_stats *s)
+{
+#pragma unroll
+    for (int k = HALF; k; k >>= 1) {
+        const float om = __shfl_xor_sync(0xffffffffu, s->max, k);
+        const uint32_t ob = __shfl_xor_sync(0xffffffffu, s->best, k);
+        const bool other = om > s->max || (om == s->max && ob < s->best);
+        s->max = other ? om : s->max;
+        s->best = other ? ob : s->best;
+    }
+}
+/* What a sum taken against maximum `from` is against `to`. */
+MK_DEV float mk_stats_rebase(float sum, float from, float to)
+{
+    const float e = mk_expf(from - to);
+    return from > -INFINITY ? __fmul_rn(sum, e) : 0.0f;
+}
+
+/* The statistics of one row: slices tid, tid + 512, ... a thread, then the warps', then every warp merges what the warps have. One barrier. */
+MK_DEV mk_stats mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_stats *warps)
 {
     constexpr uint32_t PER = 4; /* slices of a thread at most: gpu.cu sees to it */
     const mk_wait *w = &d->in->wait[0];
@@ -314,62 +337,35 @@ MK_DEV void mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_sa
     const uint4 *base = mk_wait_packets(d, w, v, row);
     const uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets;
     uint4 q[PER];
-    float max = -INFINITY, sum = 0;
-    uint32_t best = 0xffffffffu;
+    mk_stats s = {-INFINITY, 0, 0xffffffffu};
 #pragma unroll
     for (uint32_t k = 0; k < PER; k++) {
-        const uint32_t s = d->tid + k * MK_COMPUTE;
-        q[k] = make_uint4(0xff800000u, 0, 0, epoch);
-        if (s < slices) q[k] = mk_packet_load(base + s * sp);
+        const uint32_t i = d->tid + k * MK_COMPUTE;
+        q[k] = make_uint4(0xff800000u, 0xffffffffu, 0, epoch);
+        if (i < slices) q[k] = mk_packet_load(base + i * sp);
     }
 #pragma unroll
     for (uint32_t k = 0; k < PER; k++) {
         const uint32_t at = (d->tid + k * MK_COMPUTE) * sp;
         if (q[k].w != epoch) q[k] = mk_packet_wait(base + at, w, row, at, epoch);
-        if (__uint_as_float(q[k].x) > max) {
-            max = __uint_as_float(q[k].x);
-            best = q[k].y;
-        }
+        const bool more = __uint_as_float(q[k].x) > s.max;
+        s.max = more ? __uint_as_float(q[k].x) : s.max;
+        s.best = more ? q[k].y : s.best;
     }
 #pragma unroll
-    for (int k = 16; k; k >>= 1) { /* ties to the lower id */
-        const float om = __shfl_xor_sync(0xffffffffu, max, k);
-        const uint32_t ob = __shfl_xor_sync(0xffffffffu, best, k);
-        if (om > max || (om == max && ob < best)) {
-            max = om;
-            best = ob;
-        }
-    }
-    if (d->lane == 0) {
-        x->warp_max[d->warp] = max;
-        x->warp_best[d->warp] = best;
-    }
+    for (uint32_t k = 0; k < PER; k++) s.sum = __fadd_rn(s.sum, mk_stats_rebase(__uint_as_float(q[k].z), __uint_as_float(q[k].x), s.max));
+    float own = s.max;
+    mk_stats_greatest<16>(&s);
+    s.sum = mk_warp_sum(mk_stats_rebase(s.sum, own, s.max));
+    if (d->lane == 0) warps[d->warp] = s;
     mk_sync();
-    max = x->warp_max[0];
-    best = x->warp_best[0];
-#pragma unroll 4
-    for (uint32_t k = 1; k < MK_WARPS; k++)
-        if (x->warp_max[k] > max || (x->warp_max[k] == max && x->warp_best[k] < best)) {
-            max = x->warp_max[k];
-            best = x->warp_best[k];
-        }
+    s = warps[d->lane % MK_WARPS];
+    own = s.max;
+    mk_stats_greatest<MK_WARPS / 2>(&s);
+    s.sum = mk_stats_rebase(s.sum, own, s.max);
 #pragma unroll
-    for (uint32_t k = 0; k < PER; k++) {
-        const float m = __uint_as_float(q[k].x);
-        if (m > -INFINITY) sum = __fmaf_rn(__uint_as_float(q[k].z), mk_expf(m - max), sum);
-    }
-    sum = mk_warp_sum(sum);
-    if (d->lane == 0) x->warp_sum[d->warp] = sum;
-    mk_sync();
-    if (d->tid == 0) {
-        sum = 0;
-#pragma unroll 4
-        for (uint32_t k = 0; k < MK_WARPS; k++) sum += x->warp_sum[k];
-        x->max = x->logit = max;
-        x->best = best == 0xffffffffu ? 0 : best;
-        x->sum = sum;
-    }
-    mk_sync();
+    for (int k = MK_WARPS / 2; k; k >>= 1) s.sum += __shfl_xor_sync(0xffffffffu, s.sum, k);
+    return s;
 }
 
 MK_DEV void mk_sample_run(const mk_dev *d)
@@ -390,29 +386,33 @@ MK_DEV void mk_sample_run(const mk_dev *d)
 #endif
     if (look && d->tid < nrows) x->sampling[d->tid] = d->a->slot[d->step->row[d->tid].slot].sampling;
     if (look || score) mk_bulk_wait(d, &d->in->wait[1]);
-    mk_sampled *out = s->helper ? (mk_sampled *)0 : (mk_sampled *)mk_local_at(d, d->in->signal_vec);
+    mk_sampled *out = s->helper ? (mk_sampled *)0 : (mk_sampled *)mk_local_at(d, d->in->signal_vec); /* thread 0's; it is SCHEDULE as well */
     if (out && d->tid < MK_MAX_ROWS) {
         out->token[d->tid] = 0;
         out->logprob[d->tid] = 0;
     }
+    __syncwarp();
+    uint32_t merged = 0;
 #pragma unroll 1
     for (uint32_t r = 0; r < nrows; r++) {
         const mk_row *row = &d->step->row[r];
         const bool draws = (row->flags & (MK_ROW_SAMPLE | MK_ROW_GREEDY)) == MK_ROW_SAMPLE && x->sampling[r].temperature > 0.0f;
         if (!(row->flags & (MK_ROW_SAMPLE | MK_ROW_SCORE)) || (s->helper && !draws)) continue;
-        mk_stats_merge(d, r, s->slices, x);
+        const mk_stats t = mk_stats_merge(d, r, s->slices, x->warps[merged++ & 1]);
         if (!r) mk_trace_input(d);
         const float *logits = (const float *)mk_bulk_at(d, d->in->wait[1].vec) + (size_t)r * s->vocab;
-        if (draws) mk_draw_row(d->in, logits, r);
+        if (d->tid == 0) {
+            x->best = t.best == 0xffffffffu ? 0 : t.best;
+            x->logit = t.max;
+        }
+        if (draws) mk_draw_row(d->in, logits, r, t.max);
         if (out && d->tid == 0) {
             uint32_t token = row->flags & MK_ROW_SAMPLE ? x->best : row->target;
             token = token < s->vocab ? token : 0;
             out->token[r] = token;
-            out->logprob[r] = ((row->flags & MK_ROW_SAMPLE ? x->logit : __ldcg(logits + token)) - x->max) - mk_logf(x->sum);
+            out->logprob[r] = ((row->flags & MK_ROW_SAMPLE ? x->logit : __ldcg(logits + token)) - t.max) - mk_logf(t.sum);
         }
-        mk_sync();
     }
-    if (out) mk_sync();
 }
 
 #endif
