@@ -17,6 +17,8 @@ typedef struct mk_dist {
     float max, temperature;
 } mk_dist;
 
+#define MK_AHEAD 3u /* logits of a thread that are asked for together: what a worker of 132 has of 163,840 */
+
 /* What is left of a distribution: sample.c. */
 typedef struct mk_left {
     uint32_t key, ties;
@@ -30,7 +32,7 @@ typedef struct mk_stats {
 
 /* In the staging area. */
 typedef struct mk_sample_scratch {
-    unsigned long long weight[MK_DIGITS];
+    uint32_t weight[3][MK_DIGITS]; /* 14 bits each, the highest part last: additions of 32 bits are the machine's own, and 2^18 ids cannot overflow one */
     uint32_t count[MK_DIGITS];
     uint64_t part[MK_WARPS];
     mk_left left;
@@ -123,24 +125,29 @@ MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight,
     for (uint32_t pass = 0; pass < 3; pass++) {
         const uint32_t shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, last = pass == 2 ? 1023 : 2047, set = mk_sh()->draw_met % MK_DRAW_SETS;
         mk_draws *w = mk_sh()->args.draw;
-        for (uint32_t i = tid; i < MK_DIGITS; i += MK_COMPUTE) {
-            x->count[i] = 0;
-            x->weight[i] = 0;
-        }
+        for (uint32_t i = tid; i < MK_DIGITS; i += MK_COMPUTE) x->count[i] = x->weight[0][i] = x->weight[1][i] = x->weight[2][i] = 0;
         mk_sync();
 #pragma unroll 1
-        for (uint32_t i = q->lo + tid; i < q->hi; i += MK_COMPUTE) {
-            const float l = __ldcg(q->logit + i);
-            const uint32_t k = mk_order_key(l);
-            if ((k & mask) != key) continue;
-            atomicAdd(&x->count[k >> shift & last], 1u);
-            atomicAdd(&x->weight[k >> shift & last], (unsigned long long)mk_weigh(l, q->max, q->temperature));
+        for (uint32_t i0 = q->lo + tid; i0 < q->hi; i0 += MK_AHEAD * MK_COMPUTE) {
+            float l[MK_AHEAD];
+#pragma unroll
+            for (uint32_t j = 0; j < MK_AHEAD; j++) l[j] = i0 + j * MK_COMPUTE < q->hi ? __ldcg(q->logit + i0 + j * MK_COMPUTE) : 0.0f;
+#pragma unroll
+            for (uint32_t j = 0; j < MK_AHEAD; j++) {
+                const uint32_t k = mk_order_key(l[j]), digit = k >> shift & last;
+                if (i0 + j * MK_COMPUTE >= q->hi || (k & mask) != key) continue;
+                const uint64_t v = mk_weigh(l[j], q->max, q->temperature);
+                atomicAdd(&x->count[digit], 1u);
+                atomicAdd(&x->weight[0][digit], (uint32_t)v & 0x3fffu);
+                atomicAdd(&x->weight[1][digit], (uint32_t)(v >> 14) & 0x3fffu);
+                atomicAdd(&x->weight[2][digit], (uint32_t)(v >> 28));
+            }
         }
         mk_sync();
         for (uint32_t i = tid; i <= last; i += MK_COMPUTE)
             if (x->count[i]) {
                 atomicAdd(&w->count[set][i], x->count[i]);
-                atomicAdd(&w->weight[set][i], x->weight[i]);
+                atomicAdd(&w->weight[set][i], (unsigned long long)x->weight[0][i] + ((unsigned long long)x->weight[1][i] << 14) + ((unsigned long long)x->weight[2][i] << 28));
             }
         mk_draw_meet(in);
         /* a thread has four digits, from the greatest down */
@@ -208,15 +215,20 @@ MK_CALL bool mk_draw_find(const mk_insn *in, const mk_dist *q, uint64_t random, 
     const bool tie_in = tie_weight >= left.least;
     uint64_t sum = 0, ties = 0, all_sum, all_ties;
 #pragma unroll 1
-    for (uint32_t i = lo; i < hi; i++) {
-        const float l = __ldcg(q->logit + i);
-        const uint32_t k = mk_order_key(l);
-        if (k < left.key) continue;
-        const uint64_t w = mk_weigh(l, q->max, q->temperature);
-        if (k == left.key)
-            ties += tie_in;
-        else if (w >= left.least)
-            sum += w;
+    for (uint32_t i = lo; i < hi; i += MK_AHEAD) {
+        float l[MK_AHEAD];
+#pragma unroll
+        for (uint32_t j = 0; j < MK_AHEAD; j++) l[j] = i + j < hi ? __ldcg(q->logit + i + j) : 0.0f;
+#pragma unroll
+        for (uint32_t j = 0; j < MK_AHEAD; j++) {
+            const uint32_t k = mk_order_key(l[j]);
+            if (i + j >= hi || k < left.key) continue;
+            const uint64_t w = mk_weigh(l[j], q->max, q->temperature);
+            if (k == left.key)
+                ties += tie_in;
+            else if (w >= left.least)
+                sum += w;
+        }
     }
     const uint64_t own = sum, own_ties = ties;
     sum = mk_block_before(sum, &all_sum);
@@ -368,6 +380,19 @@ MK_DEV mk_stats mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, m
     return s;
 }
 
+/* The device's copy of a slot's parameters: 132 workers would queue for the host's. */
+MK_DEV mk_sampling mk_sampling_of(const mk_gpu_args *a, uint32_t slot)
+{
+    const uint4 *p = (const uint4 *)(a->sampling + slot);
+    uint4 q[sizeof(mk_sampling) / 16];
+    mk_sampling s;
+#pragma unroll
+    for (uint32_t k = 0; k < sizeof q / 16; k++) q[k] = __ldcg(p + k);
+    memcpy(&s, q, sizeof s);
+    return s;
+}
+static_assert(sizeof(mk_sampling) == 32, "two loads");
+
 MK_DEV void mk_sample_run(const mk_dev *d)
 {
     const mk_sample *s = &d->in->sample;
@@ -384,7 +409,7 @@ MK_DEV void mk_sample_run(const mk_dev *d)
 #ifdef MK_PHASED /* nobody remembers; all meetings so far were complete, and none is before this worker comes */
     if (look && d->tid == 0) d->sh->draw_met = mk_load_relaxed(&d->a->draw->arrived) / (s->helpers + 1u);
 #endif
-    if (look && d->tid < nrows) x->sampling[d->tid] = d->a->slot[d->step->row[d->tid].slot].sampling;
+    if (look && d->tid < nrows) x->sampling[d->tid] = mk_sampling_of(d->a, d->step->row[d->tid].slot);
     if (look || score) mk_bulk_wait(d, &d->in->wait[1]);
     mk_sampled *out = s->helper ? (mk_sampled *)0 : (mk_sampled *)mk_local_at(d, d->in->signal_vec); /* thread 0's; it is SCHEDULE as well */
     if (out && d->tid < MK_MAX_ROWS) {

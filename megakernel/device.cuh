@@ -110,7 +110,7 @@ typedef struct mk_gpu_args {
     mk_draws *draw;
     uint8_t *state, *kv;
     uint8_t *local_image; /* [workers][local_bytes] LOCAL vectors, taken over at the start and given back at the end; NULL: neither */
-    const mk_slot *slot;  /* pinned */
+    const mk_sampling *sampling; /* [slots] what SCHEDULE copied of the host's */
     const uint32_t *page; /* the device's copy of the page tables */
     mk_sched *sched;
     mk_event *event;      /* pinned: where the courier takes SCHEDULE's events to */

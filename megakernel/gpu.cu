@@ -43,6 +43,7 @@ struct mk_gpu {
     /* device */
     mk_sched *sched;
     mk_event *outbox;
+    mk_sampling *sampling;
     mk_sched_slot *st;
     uint32_t *active, *pages;
     uint8_t *local; /* image of the LOCAL vectors: mk_gpu_once, else NULL */
@@ -378,6 +379,7 @@ static int allocate(mk_gpu *g, mk_err *err)
              (a->exchange = (uint8_t *)device_memory(g, "exchange", i->exchange_bytes, err)) &&
              (a->bulk = (uint8_t *)device_memory(g, "bulk vectors", i->bulk_bytes, err)) &&
              (a->counter = (uint32_t *)device_memory(g, "counters", 4ull * i->n_counter, err)) &&
+             (g->sampling = (mk_sampling *)device_memory(g, "sampling parameters", slots * sizeof(mk_sampling), err)) &&
              (a->draw = (mk_draws *)device_memory(g, "draws", sizeof(mk_draws), err)) &&
              (a->state = (uint8_t *)device_memory(g, "recurrent state", i->state_slots * i->state_slot_bytes, err)) &&
              (a->kv = (uint8_t *)device_memory(g, "KV cache", (uint64_t)i->kv_layers * i->kv_pages * i->kv_page_bytes, err)) &&
@@ -400,10 +402,10 @@ static int allocate(mk_gpu *g, mk_err *err)
              (g->bounce = (uint8_t *)pinned_memory(g, "transfers", MK_BOUNCE, err));
     if (!ok) return err ? err->code : MK_E_CAPACITY;
     g->active = (uint32_t *)(g->st + slots);
-    a->slot = g->slot;
     a->page = g->pages;
     a->sched = g->sched;
     a->event = g->event;
+    a->sampling = g->sampling;
     a->fault = g->fault;
     a->heartbeat = g->heartbeat;
     a->timeout_ns = (uint64_t)(g->cfg.timeout_ms ? g->cfg.timeout_ms : 2000) * 1000000u;
@@ -555,6 +557,7 @@ static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
     s.event = g->outbox; /* the courier takes them to g->event */
     s.event_read = g->event_read;
     s.slot = g->slot;
+    s.sampling = g->sampling;
     s.token = g->token;
     s.max_context = g->cfg.context;
     s.n_slots = slots;
@@ -687,7 +690,8 @@ int mk_gpu_once(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, const mk_
         g->args.epoch0 = epoch0;
         g->args.local_image = g->local;
         memset(g->fault, 0, sizeof *g->fault);
-        if ((e = write_steps(g, step)) || (e = cudaMemset(g->args.abort, 0, 4)) || (e = cudaMemset(g->args.draw, 0, sizeof(mk_draws))) || (e = cudaDeviceSynchronize()) ||
+        if ((e = cudaMemcpy2D(g->sampling, sizeof(mk_sampling), &g->slot[0].sampling, sizeof(mk_slot), sizeof(mk_sampling), g->cfg.slots, cudaMemcpyHostToDevice)) ||
+            (e = write_steps(g, step)) || (e = cudaMemset(g->args.abort, 0, 4)) || (e = cudaMemset(g->args.draw, 0, sizeof(mk_draws))) || (e = cudaDeviceSynchronize()) ||
             (e = cudaLaunchKernel(mk_kernel_entry(), dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) ||
             (e = cudaEventRecord(g->left, g->run)))
             rc = cuda_fail(err, e, "one step");

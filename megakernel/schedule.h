@@ -100,6 +100,7 @@ typedef struct mk_sched {
     uint32_t *event_read; /* events the host has taken */
     volatile uint32_t submitted, taken; /* entries of the submit ring, events taken, as of the last look */
     mk_slot *slot;
+    mk_sampling *sampling; /* [n_slots] GPU: a copy of the slots', as of GENERATE, for SAMPLE; NULL: it reads the slots */
     const uint32_t *token;
     uint32_t max_context, n_slots;
     /* own */
@@ -267,6 +268,10 @@ MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint64_t now)
         t->left = e->arg0;
         t->produced = 0;
         t->greedy = !(slot.sampling.temperature > 0.0f);
+        if (s->sampling) {
+            s->sampling[i] = slot.sampling;
+            mk_sched_acquire(); /* and release: before the step that needs it is published */
+        }
         t->n_stop = slot.n_stop < MK_MAX_STOP ? slot.n_stop : MK_MAX_STOP;
         for (uint32_t k = 0; k < MK_MAX_STOP; k++) t->stop[k] = slot.stop[k];
         if (t->left == 0)
