@@ -30,8 +30,11 @@ MK_DEV void mk_courier(const mk_gpu_args *a, mk_shared *sh, uint32_t lane)
 {
     mk_sched *s = a->sched;
     uint32_t sent = 0, seen = 0; /* events, submit entries */
-    for (bool last = false; !last;) {
+    bool last = false;
+    for (uint32_t round = 0; !last; round++) {
         last = mk_flag_get(&sh->leave);
+        /* SCHEDULE counts, the courier tells: the pulse stops when either does */
+        if (lane == 0 && !(round & 255u)) ((volatile uint32_t *)a->heartbeat)[MK_BEAT_IDLE] = *(volatile uint32_t *)&s->idle;
         /* one round trip: lane 0 looks for an entry, lane 1 at the events taken, the others at a stream each */
         const uint32_t n = *(volatile uint32_t *)&s->n_active, own = lane - 2;
         const uint32_t *word = lane == 0 ? &s->submit[seen % MK_SUBMIT_RING].seq : s->event_read;
@@ -107,7 +110,10 @@ MK_CALL bool mk_schedule_compose(void)
         while (s->hang == MK_HANG_IDLE && !mk_load_relaxed(a->abort)) {}
         if (s->stop || s->next.nrows) break;
         mk_schedule_post(s);
-        if (!(++s->idle & 255u)) ((volatile uint32_t *)a->heartbeat)[MK_BEAT_IDLE] = s->idle; /* not more than the bus needs */
+        *(volatile uint32_t *)&s->idle = s->idle + 1;
+#ifdef MK_PHASED
+        ((volatile uint32_t *)a->heartbeat)[MK_BEAT_IDLE] = s->idle;
+#endif
         if (mk_load_relaxed(a->abort)) return false;
     }
     if (taken != s->submit_next) ((volatile uint32_t *)a->heartbeat)[MK_BEAT_TAKEN] = s->submit_next;
