@@ -604,7 +604,7 @@ static uint32_t most_rows(const test *t)
 }
 
 /* Random cache pages of a layer for every stream; or random state for its instructions, and a copy of it. */
-static void make_cache(test *t, uint64_t kv_off)
+static void make_cache(test *t, uint64_t kv_off, float amplitude)
 {
     const mk_program_info *i = &t->p->info;
     uint32_t pages = 0;
@@ -612,7 +612,7 @@ static void make_cache(test *t, uint64_t kv_off)
     if (pages > i->kv_pages) pages = i->kv_pages;
     uint8_t *at = t->mem.kv + kv_off + (uint64_t)(i->kv_pages - pages) * i->kv_page_bytes;
     keep(t, at, pages * i->kv_page_bytes);
-    if (!t->rc) ref_fill<<<1024, 256>>>(at, pages * i->kv_page_bytes / 2, 1, 1.7f, t->seed);
+    if (!t->rc) ref_fill<<<1024, 256>>>(at, pages * i->kv_page_bytes / 2, 1, amplitude, t->seed);
 }
 
 static void make_state(test *t)
@@ -693,14 +693,24 @@ static void attention(test *t)
         if (s > splits) splits = s;
         if (t->step.row[r].pos + 1 > a->tokens) a->tokens = t->step.row[r].pos + 1;
     }
-    make_cache(t, mla ? in->mla.kv_off : in->gqa.kv_off);
-    float *q = (float *)on_device(t, (uint64_t)R * heads * (mla ? n + in->mla.rope : n) * 4, NULL);
+    const uint32_t width = mla ? n + in->mla.rope : n;
+    float *q = (float *)on_device(t, (uint64_t)R * heads * width * 4, NULL);
     a->score = (float *)on_device(t, (uint64_t)R * heads * a->tokens * 4, NULL);
     a->want = (float *)on_device(t, bytes, NULL);
     poison(t, v, bytes);
     if (t->rc) return;
     ref_query<<<dim3((heads + 31) / 32, R), 32>>>(*a, q);
     a->q = q;
+    /* Keys such that scores spread by 2 at most: where they spread by dozens (norms of q with large weights), what bf16 does to q moves them by percents. */
+    const float *host = (const float *)fetched(t, q, (uint64_t)R * heads * width * 4);
+    double longest = 0;
+    for (uint32_t k = 0; host && k < R * heads; k++) {
+        double square = 0;
+        for (uint32_t i = 0; i < width; i++) square += (double)host[(uint64_t)k * width + i] * host[(uint64_t)k * width + i];
+        longest = fmax(longest, sqrt(square));
+    }
+    make_cache(t, mla ? in->mla.kv_off : in->gqa.kv_off, (float)fmin(1.7, 2 * 1.7 / (longest * (mla ? in->mla.scale : in->gqa.scale) + 1e-30)));
+    if (t->rc) return;
     ref_scores<<<dim3((a->tokens + THREADS - 1) / THREADS, heads, R), THREADS>>>(*a);
     ref_partials<<<dim3(splits, heads, R), THREADS>>>(*a);
     run(t);
