@@ -5,7 +5,6 @@ extern "C" { /* C headers */
 #include <cuda_runtime.h>
 #include <pthread.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 /* ---- kernels -------------------------------------------------------------------------------------------------------- */
@@ -86,10 +85,6 @@ static void share(const mk_packer *p, uint32_t index)
 {
     uint64_t part = (p->bytes / (p->helpers + 1) + 4095) & ~4095ull, at = index * part, n = at < p->bytes ? p->bytes - at : 0;
     if (n > part) n = part;
-#ifdef MADV_POPULATE_READ /* the pages of a mapping all at once instead of a fault each; where the kernel does not know it, a fault each */
-    const uintptr_t first = (uintptr_t)(p->from + at) & ~(uintptr_t)4095;
-    if (n) madvise((void *)first, (uintptr_t)(p->from + at + n) - first, MADV_POPULATE_READ);
-#endif
     memcpy(p->to + at, p->from + at, n);
 }
 

@@ -4,9 +4,7 @@
 
 static int same_kind(const mk_insn *a, const mk_insn *b)
 {
-    if (a->opcode != b->opcode) return 0;
-    if (a->opcode == MK_OP_SAMPLE) return 1; /* those that help it signal nothing */
-    if (a->signal_vec != b->signal_vec) return 0;
+    if (a->opcode != b->opcode || a->signal_vec != b->signal_vec) return 0;
     if (a->opcode == MK_OP_GEMV)
         return a->wait[0].vec == b->wait[0].vec && a->gemv.k == b->gemv.k && a->gemv.wtype == b->gemv.wtype && a->gemv.prologue == b->gemv.prologue &&
                a->gemv.epilogue == b->gemv.epilogue && a->gemv.flags == b->gemv.flags;
@@ -81,8 +79,11 @@ static void gather(test *t)
         for (uint32_t i = p->queue[w]; i < p->queue[w + 1]; i++) {
             const mk_insn *in = &p->insn[i];
             if (in->opcode == MK_OP_ROUTE) route = in;
-            if (in->opcode == MK_OP_SAMPLE && in->sample.helper && t->kind->like.opcode == MK_OP_SAMPLE) t->all[n++] = *in; /* it meets the others */
-            if (in->signal_pub != t->kind->chosen || !same_kind(in, &t->kind->like)) continue; /* a helper has no signal */
+            if (in->opcode == MK_OP_SAMPLE && in->sample.helper) { /* runs with the SAMPLE that it helps; it has no output of its own */
+                if (t->kind->like.opcode == MK_OP_SAMPLE) t->all[n++] = *in;
+                continue;
+            }
+            if (in->signal_pub != t->kind->chosen || !same_kind(in, &t->kind->like)) continue;
             if (experts && !last && route) t->all[n++] = *route;
             t->all[n] = *in;
             if (last != i) t->all[n].flags &= (uint16_t)~MK_F_STAGED; /* who staged it is not here */
