@@ -380,11 +380,6 @@ MK_BOTH uint32_t mk_start(uint32_t t, uint32_t n, uint32_t parts)
 {
     return (uint32_t)((uint64_t)t * n / parts);
 }
-/* Values a packet carries. */
-MK_BOTH uint32_t mk_packet_values(uint32_t dtype)
-{
-    return dtype == MK_F32 ? 3u : 6u;
-}
 /* Bytes of a segment: rows x k of type wtype with nseg scale rows per column block (both halves of a SILU pair counted in
  * rows and nseg). */
 MK_BOTH uint64_t mk_segment_scale_bytes(uint32_t wtype, uint32_t k, uint32_t nseg, uint32_t scale_k)
