@@ -53,8 +53,7 @@ static void slice_piece(const mk_program *p, const mk_step *step, const mk_insn 
     mk_piece pc = {.kind = in->opcode == MK_OP_LM_HEAD ? MK_PC_STATS : MK_PC_PACKETS, .region = EXCHANGE, .n = start[slice + 1] - start[slice],
                    .off = mk_packet_offset(v, mk_half(v, step->seq, in->signal_pub), row, slice), .slice = slice, .first = start[slice],
                    .what = "published"};
-    uint32_t words = (v->dtype == MK_F32 ? pc.n : (pc.n + 1) / 2) + v->trailer;
-    pc.bytes = (words + 2) / 3 * 16u;
+    pc.bytes = mk_slice_packets(v, pc.n) * 16u;
     f(arg, &pc);
 }
 

@@ -62,8 +62,7 @@ uint32_t mk_vec_packet(mk_builder *b, const char *name, uint32_t dtype, uint32_t
         push_start(b, starts[s]);
         if (s && starts[s] - starts[s - 1] > longest) longest = starts[s] - starts[s - 1];
     }
-    uint32_t words = (dtype == MK_F32 ? longest : (longest + 1) / 2) + trailer;
-    v->slice_packets = (words + 2) / 3;
+    v->slice_packets = (uint32_t)mk_slice_packets(v, longest);
     v->offset = b->exchange;
     b->exchange += (uint64_t)2 * MK_MAX_ROWS * nslice * v->slice_packets * 16;
     return id;

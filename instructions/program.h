@@ -68,6 +68,15 @@ MK_BOTH uint32_t mk_epoch(uint32_t epoch0, uint32_t step, uint32_t pub)
 {
     return epoch0 + step * MK_EPOCH_STRIDE + pub + 1u;
 }
+/* n values of a slice as it is published: 4-byte words, the trailer included, and the packets that carry them. */
+MK_BOTH uint64_t mk_slice_words(const mk_vec *v, uint64_t n)
+{
+    return (v->dtype == MK_F32 ? n : (n + 1) / 2) + v->trailer;
+}
+MK_BOTH uint64_t mk_slice_packets(const mk_vec *v, uint64_t n)
+{
+    return (mk_slice_words(v, n) + 2) / 3;
+}
 MK_BOTH uint64_t mk_packet_offset(const mk_vec *v, uint32_t half, uint32_t row, uint32_t slice)
 {
     return v->offset + (((uint64_t)half * MK_MAX_ROWS + row) * v->nslice + slice) * v->slice_packets * 16u;

@@ -166,7 +166,7 @@ static int check_packet_vec(mk_check *c, uint32_t id)
         if (start[s + 1] - start[s] > longest) longest = start[s + 1] - start[s];
     }
     if (start[v->nslice] != v->width) return vec_refuse(c, id, "the slices end at %u, the width is %u", start[v->nslice], v->width);
-    uint64_t words = (v->dtype == MK_F32 ? longest : ((uint64_t)longest + 1) / 2) + v->trailer, packets = (words + 2) / 3;
+    uint64_t packets = mk_slice_packets(v, longest);
     if (v->slice_packets < packets)
         return vec_refuse(c, id, "slice_packets is %u, the longest slice needs %llu", v->slice_packets, (unsigned long long)packets);
     return MK_OK;

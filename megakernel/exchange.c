@@ -13,8 +13,7 @@ static const mk_vec *wait_vec(const mk_ctx *c, int w)
 
 static uint32_t slice_words(const mk_vec *v, const uint32_t *start, uint32_t s)
 {
-    uint32_t n = start[s + 1] - start[s];
-    return (v->dtype == MK_F32 ? n : (n + 1) / 2) + v->trailer;
+    return (uint32_t)mk_slice_words(v, start[s + 1] - start[s]);
 }
 
 static const packet *wait_packets(const mk_ctx *c, int w, uint32_t row, uint32_t slice)
@@ -36,7 +35,7 @@ int mk_wait_ready(const mk_ctx *c, int w, uint32_t *slice)
     for (uint32_t r = 0; r < c->step->nrows; r++)
         for (uint32_t s = wt->slice0; s < (uint32_t)wt->slice0 + wt->nslice; s++) {
             const packet *p = wait_packets(c, w, r, s);
-            uint32_t packets = (slice_words(v, start, s) + 2) / 3;
+            uint32_t packets = (uint32_t)mk_slice_packets(v, start[s + 1] - start[s]);
             for (uint32_t i = 0; i < packets; i++)
                 if (p[i].epoch != epoch) {
                     if (slice) *slice = s;

@@ -2,6 +2,7 @@
 
 #include "instructions/mk_math.h"
 #include "megakernel/exchange.h"
+#include "tests/support/progbuild.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -77,18 +78,11 @@ uint32_t one_packet(onestep *o, uint32_t dtype, int trailer, const uint32_t *sta
     mk_program_info *i = &o->prog.info;
     mk_vec *v = add_vec(o, MK_PACKET, dtype);
     v->trailer = (uint8_t)trailer;
-    v->width = start[nslice];
-    v->nslice = nslice;
     v->start_index = i->n_start;
     o->prog.start = grow(o->prog.start, (i->n_start + nslice + 1) * sizeof *start);
     memcpy(o->prog.start + i->n_start, start, (nslice + 1) * sizeof *start);
     i->n_start += nslice + 1;
-    for (uint32_t s = 0; s < nslice; s++) {
-        uint32_t n = start[s + 1] - start[s], words = (dtype == MK_F32 ? n : (n + 1) / 2) + (trailer ? 1 : 0);
-        if ((words + 2) / 3 > v->slice_packets) v->slice_packets = (words + 2) / 3;
-    }
-    v->offset = i->exchange_bytes;
-    i->exchange_bytes += 2ull * MK_MAX_ROWS * nslice * v->slice_packets * 16;
+    pb_place(&o->prog, i->n_vec - 1, nslice);
     return i->n_vec - 1;
 }
 

@@ -5,6 +5,7 @@
 #ifdef MK_CUDA
 #include "megakernel/gpu.h"
 #endif
+#include "tests/support/progbuild.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -104,18 +105,11 @@ uint32_t case_packet(mk_case *c, const char *name, uint32_t dtype, int trailer, 
     mk_program_info *i = &c->prog.info;
     mk_vec *v = add_vec(c, name, MK_PACKET, dtype);
     v->trailer = (uint8_t)trailer;
-    v->width = start[nslice];
-    v->nslice = nslice;
     v->start_index = i->n_start;
     c->prog.start = need(c->prog.start, (i->n_start + nslice + 1) * sizeof *start);
     memcpy(c->prog.start + i->n_start, start, (nslice + 1) * sizeof *start);
     i->n_start += nslice + 1;
-    for (uint32_t s = 0; s < nslice; s++) {
-        uint32_t n = start[s + 1] - start[s], words = (dtype == MK_F32 ? n : (n + 1) / 2) + (trailer ? 1 : 0);
-        if ((words + 2) / 3 > v->slice_packets) v->slice_packets = (words + 2) / 3;
-    }
-    v->offset = i->exchange_bytes;
-    i->exchange_bytes += 2ull * MK_MAX_ROWS * nslice * v->slice_packets * 16;
+    pb_place(&c->prog, i->n_vec - 1, nslice);
     return i->n_vec - 1;
 }
 

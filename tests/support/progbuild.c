@@ -37,18 +37,16 @@ static uint32_t new_vec(builder *b, const char *name, uint32_t scope, uint32_t d
     return id;
 }
 
-/* Finishes a packet vector whose starts stand at the end of the table. */
-static void place(mk_program *p, uint32_t id, uint32_t nslice)
+void pb_place(mk_program *p, uint32_t id, uint32_t nslice)
 {
     mk_vec *v = &p->vec[id];
     const uint32_t *st = p->start + v->start_index;
     uint32_t longest = 0;
     for (uint32_t s = 0; s < nslice; s++)
         if (st[s + 1] - st[s] > longest) longest = st[s + 1] - st[s];
-    uint32_t words = (v->dtype == MK_F32 ? longest : (longest + 1) / 2) + v->trailer;
     v->nslice = nslice;
     v->width = st[nslice];
-    v->slice_packets = (words + 2) / 3;
+    v->slice_packets = (uint32_t)mk_slice_packets(v, longest);
     v->offset = p->info.exchange_bytes;
     p->info.exchange_bytes += 2ull * MK_MAX_ROWS * nslice * v->slice_packets * 16;
 }
@@ -61,7 +59,7 @@ static uint32_t packet(builder *b, const char *name, uint32_t dtype, uint32_t wi
     p->vec[id].start_index = p->info.n_start;
     p->start = grown(p->start, p->info.n_start + nslice + 1, sizeof *p->start);
     for (uint32_t s = 0; s <= nslice; s++) p->start[p->info.n_start++] = mk_start(s, width, nslice);
-    place(p, id, nslice);
+    pb_place(p, id, nslice);
     return id;
 }
 
@@ -347,7 +345,7 @@ static void vectors(builder *b, const pb_config *c, const char *layers)
         uint32_t o = packet(b, "o", act, HEADS * DV, HEADS);
         b->p->info.exchange_bytes = b->p->vec[o].offset;
         b->p->vec[o].trailer = 1;
-        place(b->p, o, HEADS);
+        pb_place(b->p, o, HEADS);
     }
     if (strchr(layers, 'M')) {
         packet(b, "kv", act, LATENT + ROPE, A);
@@ -367,7 +365,7 @@ static void vectors(builder *b, const pb_config *c, const char *layers)
         p->vec[u].flags = MK_VEC_DYNAMIC;
         for (uint32_t s = 0; s < TOPK * T; s++) p->start[p->vec[u].start_index + s] = s / T * INTER + mk_start(s % T, INTER, T);
         p->info.exchange_bytes = p->vec[u].offset;
-        place(p, u, TOPK * T);
+        pb_place(p, u, TOPK * T);
     }
     if (strchr(layers, 's')) {
         packet(b, "shared", act, SHARED, A < SHARED ? A : SHARED);

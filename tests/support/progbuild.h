@@ -17,6 +17,9 @@ mk_program *pb_make(const pb_config *c);
 mk_program *pb_small(void);
 mk_program *pb_copy(const mk_program *p);
 
+/* Finishes a PACKET vector, type and trailer set, whose nslice + 1 starts stand in the table from start_index on: width, packets a slice, its place. */
+void pb_place(mk_program *p, uint32_t vec, uint32_t nslice);
+
 uint32_t pb_vec(const mk_program *p, const char *name);
 /* The n-th instruction (from 0) of `op` in a worker's queue; aborts when there is none. */
 mk_insn *pb_find(mk_program *p, uint32_t worker, unsigned op, uint32_t n);
