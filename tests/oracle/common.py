@@ -4,6 +4,7 @@ A family script supplies the configuration, the random tensors and one function 
 chooses by. Everything that ends up in a file goes through here, so that all families have the same format (README.md).
 """
 
+import argparse
 import copy
 import json
 import os
@@ -343,3 +344,20 @@ def verify(oracle, directory, golden_now, router_margin):
     print(f"files: {size} bytes")
     for f in sorted(directory.iterdir()):
         print(f"  {f.stat().st_size:9d} {f.name}")
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+def main(doc, make, check, mistakes, families=None, default=None):
+    """What every script ends with: make and check, or --check alone, or --mistakes. With `families` each function takes one of them: all
+    in turn, or, where there is a default, the one that the command line names."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if default:
+        parser.add_argument("family", nargs="?", default=default, choices=families)
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--check", action="store_true")
+    group.add_argument("--mistakes", action="store_true")
+    args = parser.parse_args()
+    for family in [()] if families is None else [(args.family,)] if default else [(f,) for f in families]:
+        for function in [mistakes] if args.mistakes else [check] if args.check else [make, check]:
+            function(*family)

@@ -8,7 +8,6 @@ Field and tensor names are those of moonshotai/Kimi-Linear-48B-A3B-Instruct; hea
 rest is cut down and chosen to be awkward: the hidden size is 2.5 FP8 blocks, the vocabulary is odd.
 """
 
-import argparse
 import copy
 import json
 import pathlib
@@ -314,14 +313,4 @@ def mistakes():
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--check", action="store_true")
-    group.add_argument("--mistakes", action="store_true")
-    args = parser.parse_args()
-    if args.mistakes:
-        mistakes()
-    else:
-        if not args.check:
-            make()
-        check()
+    common.main(__doc__, make, check, mistakes)

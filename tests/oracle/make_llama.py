@@ -9,7 +9,6 @@ real, the rest is cut down: the hidden size is 3.5 K blocks of 32, the vocabular
 so that a prompt of 256 meets all three kinds of wavelength.
 """
 
-import argparse
 import copy
 import json
 import pathlib
@@ -152,14 +151,4 @@ def mistakes():
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--check", action="store_true")
-    group.add_argument("--mistakes", action="store_true")
-    args = parser.parse_args()
-    if args.mistakes:
-        mistakes()
-    else:
-        if not args.check:
-            make()
-        check()
+    common.main(__doc__, make, check, mistakes)

@@ -10,7 +10,6 @@ and a tensor an expert; qwen3_5_moe is a ForConditionalGeneration file with nest
 that are skipped; qwen3_5 is dense and tied.
 """
 
-import argparse
 import copy
 import json
 import pathlib
@@ -297,15 +296,4 @@ def mistakes(family):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", nargs="?", default="qwen3_next", choices=SEEDS)
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--check", action="store_true")
-    group.add_argument("--mistakes", action="store_true")
-    args = parser.parse_args()
-    if args.mistakes:
-        mistakes(args.family)
-    else:
-        if not args.check:
-            make(args.family)
-        check(args.family)
+    common.main(__doc__, make, check, mistakes, SEEDS, default="qwen3_next")

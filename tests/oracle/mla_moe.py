@@ -1,7 +1,6 @@
 """Shared by make_deepseek_v3.py and make_glm4_moe_lite.py: tiny random checkpoints of MLA + sigmoid-routed MoE, their goldens, and how
 much typical mistakes change the logits. A script supplies configurations and gains."""
 
-import argparse
 import copy
 import json
 import pathlib
@@ -187,15 +186,4 @@ class Family:
 
 
 def main(doc, families):
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--check", action="store_true")
-    group.add_argument("--mistakes", action="store_true")
-    args = parser.parse_args()
-    for family in families:
-        if args.mistakes:
-            family.mistakes()
-            continue
-        if not args.check:
-            family.make()
-        family.check()
+    common.main(doc, Family.make, Family.check, Family.mistakes, families)
