@@ -81,7 +81,7 @@ $(BUILD)/debug/%.o: %.c
 	@mkdir -p $(@D)
 	@echo '  cc $< (debug)'
 	@$(CC) $(CFLAGS) -DMK_DEBUG -c -o $@ $<
-$(BUILD)/tests/mkd-debug: $(BUILD)/host/mkd.o $(BUILD)/debug/ipc/server.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/libmk.a
+$(BUILD)/tests/mkd-debug: $(BUILD)/host/mkd.o $(BUILD)/debug/ipc/server_requests.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 $(BUILD)/tests/gpu/hang_client: $(BUILD)/tests/gpu/hang_client.o $(BUILD)/libmkd-client.a
