@@ -43,9 +43,12 @@ static int pack_segment(const mk_pack_item *it, uint32_t expert, const mk_checkp
                 for (uint32_t g = 0; g < used; g++) out_scales[(s * it->halves + h) * it->nseg + g] = scales[s * used + g];
         for (uint32_t kb = 0; kb < nkb; kb++) {
             uint32_t n = k - kb * per < per ? k - kb * per : per;
-            for (uint32_t i = 0; i < it->rows; i++)
-                memcpy(out + ((size_t)kb * total + h * it->rows + i) * MK_KBLOCK_BYTES, rows + ((size_t)i * k + kb * per) * esize,
-                       (size_t)n * esize);
+            for (uint32_t q = 0; q * MK_QUARTER_BYTES < n * esize; q++) {
+                uint32_t at = q * MK_QUARTER_BYTES, some = n * esize - at < MK_QUARTER_BYTES ? n * esize - at : MK_QUARTER_BYTES;
+                const uint8_t *from = rows + (size_t)kb * per * esize + at;
+                uint8_t *to = out + mk_quarter_at(total, kb, q, h * it->rows);
+                for (uint32_t i = 0; i < it->rows; i++) memcpy(to + (size_t)i * MK_QUARTER_BYTES, from + (size_t)i * k * esize, some);
+            }
         }
     }
     return MK_OK;

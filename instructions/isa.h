@@ -101,11 +101,12 @@ enum mk_wtype { MK_W_BF16 = 1, MK_W_FP8 = 2 }; /* = enum mk_dtype */
 /* A matrix segment in memory, the unit a tape is made of. Rows [row0, row0 + rows) of a matrix with k columns:
  *   scales  f32[nkb][nseg], FP8 only: nkb = ceil(k / scale_k) column blocks, nseg = 128-row blocks that the rows touch:
  *           segment of row i = (phase + i) / 128 with phase = row0 mod 128; padded to a multiple of 16 bytes
- *   weights [kb][row][64 bytes]: K blocks of 64 bytes (64 FP8 or 32 BF16 values), rows contiguous and unpadded; the last K block
- *           is padded with zeros
- * and the whole is padded to a multiple of 128 bytes. A lane of an m16n8k16 tile that reads 16 bytes of a row gets its fragments
- * with one load (permuted k order, applied to the vector as well). */
-#define MK_KBLOCK_BYTES 64u
+ *   weights [kb][quarter][row][16 bytes]: K blocks of 64 bytes a row (64 FP8 or 32 BF16 values), the last one padded with zeros. Quarter q holds bytes
+ *           [16 q, 16 q + 16) of every row's 64; rows are contiguous and unpadded
+ * and the whole is padded to a multiple of 128 bytes. Eight rows of a quarter are a core matrix (8 x 16 bytes, contiguous) of wgmma's K-major layout without
+ * swizzle: the next eight rows lie 128 bytes on, the next quarter 16 * rows. */
+#define MK_KBLOCK_BYTES  64u
+#define MK_QUARTER_BYTES 16u /* of a row */
 #define MK_SEGMENT_ROWS 128u /* rows of a segment at most (gate|up: of both together): eight tensor-core tiles, two K blocks a 16 KB stage */
 #define MK_SCALE_ROWS   128u
 
@@ -391,6 +392,11 @@ MK_BOTH uint64_t mk_segment_scale_bytes(uint32_t wtype, uint32_t k, uint32_t nse
 MK_BOTH uint32_t mk_kblock_values(uint32_t wtype)
 {
     return wtype == MK_W_FP8 ? 64u : 32u;
+}
+/* Where a quarter of a row lies: bytes from the first weight of the segment. */
+MK_BOTH uint64_t mk_quarter_at(uint32_t rows, uint32_t kb, uint32_t quarter, uint32_t row)
+{
+    return (((uint64_t)kb * 4 + quarter) * rows + row) * MK_QUARTER_BYTES;
 }
 MK_BOTH uint64_t mk_segment_bytes(uint32_t wtype, uint32_t rows, uint32_t k, uint32_t nseg, uint32_t scale_k)
 {

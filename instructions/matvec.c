@@ -33,15 +33,15 @@ MK_INLINE void tile_fp8(const mk_segment *s, const uint8_t *w, const float *scal
                      uint32_t n, float *const *y)
 {
     uint32_t total = s->nseg * s->halves, shift = s->scale_k == 128 ? 1 : 0, index[TILE];
-    size_t stride = (size_t)s->rows * MK_KBLOCK_BYTES;
+    size_t stride = (size_t)s->rows * MK_KBLOCK_BYTES, quarter = stride / 4;
     mk_f8 acc[MK_MAX_ROWS][TILE];
     memset(acc, 0, n * sizeof acc[0]);
     for (uint32_t i = 0; i < tile; i++) index[i] = scale_index(s, row + i);
     for (uint32_t kb = s->kb0; kb < s->kb1; kb++) {
-        const uint8_t *p = w + kb * stride + (size_t)row * MK_KBLOCK_BYTES;
-        for (uint32_t i = 0; i < tile; i++, p += MK_KBLOCK_BYTES) {
+        const uint8_t *p = w + kb * stride + (size_t)row * MK_QUARTER_BYTES;
+        for (uint32_t i = 0; i < tile; i++, p += MK_QUARTER_BYTES) {
             mk_f8 v[8];
-            for (int j = 0; j < 8; j++) v[j] = decode_fp8(p + 8 * j);
+            for (int j = 0; j < 8; j++) v[j] = decode_fp8(p + j / 2 * quarter + j % 2 * 8);
             float sc = scales[(kb >> shift) * total + index[i]];
             for (uint32_t r = 0; r < n; r++) {
                 const float *xr = x[r] + kb * 64;
@@ -58,14 +58,14 @@ MK_INLINE void tile_fp8(const mk_segment *s, const uint8_t *w, const float *scal
 MK_INLINE void tile_bf16(const mk_segment *s, const uint8_t *w, uint32_t row, uint32_t tile, const float *const *x, uint32_t n,
                       float *const *y)
 {
-    size_t stride = (size_t)s->rows * MK_KBLOCK_BYTES;
+    size_t stride = (size_t)s->rows * MK_KBLOCK_BYTES, quarter = stride / 4;
     mk_f8 acc[MK_MAX_ROWS][TILE];
     memset(acc, 0, n * sizeof acc[0]);
     for (uint32_t kb = s->kb0; kb < s->kb1; kb++) {
-        const uint8_t *p = w + kb * stride + (size_t)row * MK_KBLOCK_BYTES;
-        for (uint32_t i = 0; i < tile; i++, p += MK_KBLOCK_BYTES) {
+        const uint8_t *p = w + kb * stride + (size_t)row * MK_QUARTER_BYTES;
+        for (uint32_t i = 0; i < tile; i++, p += MK_QUARTER_BYTES) {
             mk_f8 v[4];
-            for (int j = 0; j < 4; j++) v[j] = mk_load8_bf16((const uint16_t *)p + 8 * j);
+            for (int j = 0; j < 4; j++) v[j] = mk_load8_bf16((const uint16_t *)(p + j * quarter));
             for (uint32_t r = 0; r < n; r++) {
                 const float *xr = x[r] + kb * 32;
                 mk_f8 t = v[0] * mk_load8(xr);

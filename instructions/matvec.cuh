@@ -433,8 +433,8 @@ MK_CALL mk_accs mk_product_of(uint32_t ring, uint32_t at, uint32_t form, uint32_
         uint32_t i0 = (tile0 + 4 * j) * 16 + g, i1 = i0 + 8;
         i0 = i0 < last ? i0 : last;
         i1 = i1 < last ? i1 : last;
-        k[j].w = way * kb_bytes + i0 * MK_KBLOCK_BYTES + l * 16;
-        k[j].skip = (i1 - i0) * MK_KBLOCK_BYTES;
+        k[j].w = way * kb_bytes + (l * rows + i0) * MK_QUARTER_BYTES;
+        k[j].skip = (i1 - i0) * MK_QUARTER_BYTES;
         k[j].c0 = MK_STAGE_BYTES + 4 * (i0 >= half ? nseg + (phase + i0 - half) / MK_SCALE_ROWS : (phase + i0) / MK_SCALE_ROWS);
         k[j].c1 = MK_STAGE_BYTES + 4 * (i1 >= half ? nseg + (phase + i1 - half) / MK_SCALE_ROWS : (phase + i1) / MK_SCALE_ROWS);
     }

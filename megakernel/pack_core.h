@@ -192,7 +192,7 @@ MK_BOTH int mk_pack_put(const mk_pack_piece *p, const mk_pack_seg *s, mk_pack_ra
             memcpy(to, out, n);
     } else {
         uint64_t scales = mk_segment_scale_bytes(p->wtype, p->rows.k, (uint32_t)s->nseg * s->halves, p->rows.scale_k);
-        uint8_t *to = p->dst + s->dst + scales + ((uint64_t)kb * s->rows * s->halves + s->half * s->rows + row) * MK_KBLOCK_BYTES + quarter * 16;
+        uint8_t *to = p->dst + s->dst + scales + mk_quarter_at((uint32_t)s->rows * s->halves, kb, quarter, (uint32_t)s->half * s->rows + row);
         memcpy(__builtin_assume_aligned(to, 16), out, 16);
     }
     return good;

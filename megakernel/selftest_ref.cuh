@@ -67,11 +67,11 @@ typedef struct ref_segment {
 } ref_segment;
 static __device__ double ref_weight(const ref_segment *s, uint32_t row, uint32_t k)
 {
-    if (s->wtype == MK_W_BF16) return ref_bf16(s->at + ((size_t)(k / 32) * s->rows + row) * 64 + k % 32 * 2);
+    if (s->wtype == MK_W_BF16) return ref_bf16(s->at + ((size_t)(k / 8) * s->rows + row) * 16 + k % 8 * 2);
     uint32_t blocks = (s->k + s->scale_k - 1) / s->scale_k, part = s->rows / s->halves, all = s->nseg * s->halves;
     uint32_t bytes = (blocks * all * 4 + 15) / 16 * 16, half = row / part, i = row % part;
     float scale = ((const float *)s->at)[k / s->scale_k * all + half * s->nseg + (s->phase + i) / 128];
-    return (double)ref_fp8(s->at[bytes + ((size_t)(k / 64) * s->rows + row) * 64 + k % 64]) * scale;
+    return (double)ref_fp8(s->at[bytes + ((size_t)(k / 16) * s->rows + row) * 16 + k % 16]) * scale;
 }
 static __device__ double ref_dot(const ref_segment *s, uint32_t row, const float *x)
 {

@@ -32,7 +32,7 @@ static __device__ uint32_t bf16x2(uint32_t r, float gain)
     return *(uint32_t *)&v;
 }
 
-/* 16 bytes a thread and turn: scales first, then [K block][row][64 bytes]. */
+/* 16 bytes a thread and turn: scales first, then [K block][quarter][row][16 bytes]. */
 static __global__ void segments(uint8_t *dst, uint64_t stride, uint32_t fp8, uint32_t rows, uint32_t k, uint32_t scales, uint32_t groups,
                                 float gain, uint64_t seed)
 {
@@ -42,7 +42,7 @@ static __global__ void segments(uint8_t *dst, uint64_t stride, uint32_t fp8, uin
         if (g < scales) {
             v.x = v.y = v.z = v.w = __float_as_uint(gain / FP8_RMS);
         } else {
-            uint32_t at = g - scales, kb = at / (rows * 4), column = kb * (fp8 ? 64 : 32) + at % 4 * (fp8 ? 16 : 8);
+            uint32_t at = g - scales, column = at / rows * (fp8 ? 16 : 8);
             v = random4((uint64_t)blockIdx.y * groups + g, seed);
             if (fp8)
                 v = make_uint4(fp8x4(v.x), fp8x4(v.y), fp8x4(v.z), fp8x4(v.w));

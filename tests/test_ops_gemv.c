@@ -74,14 +74,17 @@ static uint64_t pack(uint8_t *dst, const matrix *const *w, uint32_t m, uint32_t 
     at = (at + 15) & ~15ull;
     for (uint32_t kb = 0; kb < nkb; kb++)
         for (uint32_t h = 0; h < m; h++)
-            for (uint32_t i = 0; i < n; i++, at += 64)
+            for (uint32_t i = 0; i < n; i++)
                 for (uint32_t j = 0; j < v && kb * v + j < a->k; j++) {
                     uint16_t c = w[h]->code[(size_t)(row0 + i) * a->k + kb * v + j];
+                    uint32_t b = j * (64 / v); /* byte of the row's 64 */
+                    uint8_t *to = dst + at + (size_t)kb * 64 * m * n + b / 16 * 16 * m * n + 16 * (h * n + i) + b % 16;
                     if (a->wtype == MK_W_FP8)
-                        dst[at + j] = (uint8_t)c;
+                        *to = (uint8_t)c;
                     else
-                        memcpy(dst + at + 2 * j, &c, 2);
+                        memcpy(to, &c, 2);
                 }
+    at += (uint64_t)nkb * 64 * m * n;
     return (at + 127) & ~127ull;
 }
 
@@ -300,7 +303,7 @@ static void test_fp8_codes(void **state)
     uint8_t *tape = one_tape(o, mk_segment_bytes(MK_W_FP8, 256, 64, 2, 128));
     const float scales[2] = {1.0f, 0.5f};
     memcpy(tape, scales, 8);
-    for (uint32_t i = 0; i < 256; i++) tape[16 + 64 * i] = (i & 0x7f) == 0x7f ? 0 : (uint8_t)i;
+    for (uint32_t i = 0; i < 256; i++) tape[16 + 16 * i] = (i & 0x7f) == 0x7f ? 0 : (uint8_t)i;
     one_begin(o);
     one_row(o, 0, 0);
     one_put(o, vec, 0, x, NULL);

@@ -98,7 +98,7 @@ static void header(void **state)
 {
     (void)state;
     BREAK(p->info.magic = 0, "program", "magic is 0x00000000");
-    BREAK(p->info.version = 9, "program", "version 9, expected 1");
+    BREAK(p->info.version = 9, "program", "version 9, expected 2");
     BREAK(p->info.flags = 4, "program", "unknown flags 0x4");
     BREAK(p->info.smem_limit = 200000; p->info.flags = MK_PROG_ACT_F32, "program", "act=f32 is for the twin only");
     BREAK(p->info.workers = 0, "program", "workers is 0, expected 1 to 4096");

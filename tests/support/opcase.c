@@ -267,7 +267,7 @@ void case_segment(mk_case *c, uint8_t *dst, uint32_t wtype, uint32_t rows, uint3
     }
     for (uint32_t kb = 0; kb < nkb; kb++) {
         uint32_t left = k - kb * values < values ? k - kb * values : values;
-        for (uint32_t r = 0; r < rows; r++, at += MK_KBLOCK_BYTES) {
+        for (uint32_t r = 0; r < rows; r++) {
             uint64_t w[8];
             uint8_t *b = (uint8_t *)w;
             for (int j = 0; j < 8; j++) w[j] = case_random(&s);
@@ -284,7 +284,7 @@ void case_segment(mk_case *c, uint8_t *dst, uint32_t wtype, uint32_t rows, uint3
                     memcpy(b + 2 * j, &h, 2);
                 }
             }
-            memcpy(dst + at, w, 64);
+            for (uint32_t q = 0; q < 4; q++) memcpy(dst + at + mk_quarter_at(rows, kb, q, r), b + 16 * q, 16);
         }
     }
 }
