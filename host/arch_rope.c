@@ -68,7 +68,7 @@ static void read_llama3(mk_cfg *s, mk_rope *r)
 static double read_part(mk_cfg *c, mk_cfg *s, double absent)
 {
     double a = mk_cfg_num_or(c, "partial_rotary_factor", 0, 1, -1), b = s ? mk_cfg_num_or(s, "partial_rotary_factor", 0, 1, -1) : -1;
-    if (!c->rc && a >= 0 && b >= 0 && (a < b || a > b)) mk_cfg_fail(c, "partial_rotary_factor", "is %g, in rope_parameters it is %g", a, b);
+    if (!c->rc && (!s || !s->rc) && a >= 0 && b >= 0 && (a < b || a > b)) mk_cfg_fail(c, "partial_rotary_factor", "is %g, in rope_parameters it is %g", a, b);
     return b >= 0 ? b : a >= 0 ? a : absent;
 }
 

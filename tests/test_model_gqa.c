@@ -122,27 +122,19 @@ static void stacked(void **state)
     mk_model_destroy(&m);
 }
 
-/* What transformers 5.17 writes for Qwen3-Next: lists instead of rules, rope_parameters. */
-static void transformers_spelling(void **state)
+/* Edits the published configuration `name`; the model read from it must be the same. */
+static void same_model(const char *name, const char *const set[][2], size_t n_set)
 {
-    (void)state;
-    char *dir = mk_tmp_dir(), *to = mk_tmp_path(dir, "config.json"), types[2048] = "[";
+    char *dir = mk_tmp_dir(), *to = mk_tmp_path(dir, "config.json"), from[128];
     size_t n;
-    char *text = mk_tmp_read("tests/fixtures/configs/qwen3-next-80b-a3b/config.json", &n);
+    snprintf(from, sizeof from, "tests/fixtures/configs/%s/config.json", name);
+    char *text = mk_tmp_read(from, &n);
     mk_tmp_write(to, text, n);
-    for (int l = 0; l < 48; l++) {
-        strcat(types, l % 4 == 3 ? "\"full_attention\"" : "\"linear_attention\"");
-        strcat(types, l < 47 ? "," : "]");
-    }
-    const char *const set[][2] = {
-        {"full_attention_interval", NULL}, {"layer_types", types}, {"rope_theta", NULL}, {"rope_scaling", NULL}, {"partial_rotary_factor", NULL},
-        {"rope_parameters", "{\"partial_rotary_factor\":0.25,\"rope_theta\":10000000,\"rope_type\":\"default\"}"}, {"torch_dtype", NULL},
-        {"dtype", "\"bfloat16\""}, {"use_sliding_window", NULL}, {"pad_token_id", "null"},
-    };
-    for (size_t i = 0; i < sizeof set / sizeof *set; i++) mk_edit_json(dir, "config.json", set[i][0], set[i][1]);
+    for (size_t i = 0; i < n_set; i++) mk_edit_json(dir, "config.json", set[i][0], set[i][1]);
     mk_model *a = NULL, *b = NULL;
     mk_err err = {0};
-    if (mk_model_read("tests/fixtures/configs/qwen3-next-80b-a3b/config.json", &a, &err) || mk_model_read(to, &b, &err)) fail_msg("%s", err.msg);
+    if (mk_model_read(from, &a, &err) || mk_model_read(to, &b, &err)) fail_msg("%s", err.msg);
+    assert_true(a->layers == b->layers && a->vocab == b->vocab && a->max_context == b->max_context && a->tied == b->tied && a->n_stop == b->n_stop);
     for (uint32_t l = 0; l < a->layers; l++) {
         mk_layer x = a->layer[l], y = b->layer[l];
         if (x.mixer == MK_MIX_GQA) {
@@ -158,12 +150,42 @@ static void transformers_spelling(void **state)
     mk_tmp_remove(&dir);
 }
 
+/* What transformers 5.17 writes for Qwen3-Next: lists instead of rules, rope_parameters. */
+static void transformers_spelling(void **state)
+{
+    (void)state;
+    char types[2048] = "[";
+    for (int l = 0; l < 48; l++) {
+        strcat(types, l % 4 == 3 ? "\"full_attention\"" : "\"linear_attention\"");
+        strcat(types, l < 47 ? "," : "]");
+    }
+    const char *const set[][2] = {
+        {"full_attention_interval", NULL}, {"layer_types", types}, {"rope_theta", NULL}, {"rope_scaling", NULL}, {"partial_rotary_factor", NULL},
+        {"rope_parameters", "{\"partial_rotary_factor\":0.25,\"rope_theta\":10000000,\"rope_type\":\"default\"}"}, {"torch_dtype", NULL},
+        {"dtype", "\"bfloat16\""}, {"use_sliding_window", NULL}, {"pad_token_id", "null"}, {"attention_bias", "false"},
+    };
+    same_model("qwen3-next-80b-a3b", set, sizeof set / sizeof *set);
+}
+
+/* How Qwen3.6-27B and Qwen3.8-27B spell what Qwen3.5-27B says. */
+static void later_spelling(void **state)
+{
+    (void)state;
+    static const char *const set[][2] = {
+        {"language_model_only", "false"}, {"text_config.bos_token_id", "248044"}, {"text_config.pad_token_id", "null"},
+        {"text_config.output_gate_type", "\"swish\""}, {"text_config.partial_rotary_factor", "0.25"}, {"text_config.mlp_only_layers", NULL},
+        {"text_config.tie_word_embeddings", "false"}, {"vision_config.model_type", "\"qwen3_5_vision\""}, {"transformers_version", NULL},
+    };
+    same_model("qwen3.5-27b-fp8", set, sizeof set / sizeof *set);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(refused),
         cmocka_unit_test(stacked),
         cmocka_unit_test(transformers_spelling),
+        cmocka_unit_test(later_spelling),
     };
     return cmocka_run_group_tests_name("checkpoints of Llama and Qwen3.5", tests, NULL, NULL);
 }
