@@ -5,17 +5,17 @@
 #include <string.h>
 
 static const struct mk_command commands[] = {
-    {"generate", "stream a generation", mkctl_generate},
-    {"bench", "measure decoding; JSON to stdout or --out", mkctl_bench},
-    {"synth", "what a token of a full-size model costs, with synthetic weights", mkctl_synth},
-    {"score", "bits per byte of a text under a byte-level model", mkctl_score},
-    {"stats", "the daemon's statistics as JSON", mkctl_stats},
-    {"ping", "round trip to the daemon", mkctl_ping},
-    {"trace", "what every worker did with its time in the next steps; a file for Perfetto", mkctl_trace},
-    {"inject", "make a daemon of a debug build hang, to see it recover", mkctl_inject},
-    {"plan", "what a model costs on N workers; needs no weights", mkctl_plan},
-    {"validate", "prove or refuse a program file", mkctl_validate},
-    {"diff", "run two machines over one program and compare what they publish", mkctl_diff},
+    {"generate", "", "stream a generation", mkctl_generate},
+    {"bench", "", "measure decoding; JSON to stdout or --out", mkctl_bench},
+    {"synth", " NAME", "what a token of a full-size model costs, with synthetic weights", mkctl_synth},
+    {"score", " FILE", "bits per byte of a text under a byte-level model", mkctl_score},
+    {"stats", "", "the daemon's statistics as JSON", mkctl_stats},
+    {"ping", "", "round trip to the daemon", mkctl_ping},
+    {"trace", "", "what every worker did with its time in the next steps; a file for Perfetto", mkctl_trace},
+    {"inject", " hang|idle", "make a daemon of a debug build hang, to see it recover", mkctl_inject},
+    {"plan", " DIR|config.json|PRESET", "what a model costs on N workers; needs no weights", mkctl_plan},
+    {"validate", " FILE", "prove or refuse a program file", mkctl_validate},
+    {"diff", " [DIR]", "run two machines over one program and compare what they publish", mkctl_diff},
 };
 #define COUNT (sizeof commands / sizeof commands[0])
 
@@ -40,6 +40,7 @@ int main(int argc, char **argv)
     }
     for (size_t i = 0; i < COUNT; i++)
         if (!strcmp(argv[1], commands[i].name)) {
+            mkctl_running = &commands[i];
             int rc = commands[i].fn(argc - 1, argv + 1);
             if ((fflush(stdout) || ferror(stdout)) && !rc) {
                 perror("mkctl: stdout");

@@ -12,9 +12,10 @@ struct mk_validation;
 
 /* fn gets the arguments from the command's name on (argv[0] is the name) and returns the exit code: enum mk_code. */
 struct mk_command {
-    const char *name, *help;
+    const char *name, *args, *help; /* args: what it takes besides flags, "" or with a blank in front */
     int (*fn)(int argc, char **argv);
 };
+extern const struct mk_command *mkctl_running; /* set by main; --help prints its args. NULL: a test calls the command itself */
 
 int mkctl_generate(int argc, char **argv);
 int mkctl_bench(int argc, char **argv);

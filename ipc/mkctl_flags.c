@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+const struct mk_command *mkctl_running;
+
 int mkctl_usage(const char *fmt, ...)
 {
     va_list ap;
@@ -62,7 +64,7 @@ static void print_default(const mkctl_flag *f)
 static void print_help(const char *command, const mkctl_flag *flag, size_t n)
 {
     static const char *const value[] = {"", " TEXT", " N", " N", " X"};
-    printf("mkctl %s\n", command);
+    printf("mkctl %s%s%s\n", command, mkctl_running ? mkctl_running->args : "", n ? " [FLAGS]" : "");
     for (size_t i = 0; i < n; i++) {
         int used = printf("  %s%s", flag[i].name, value[flag[i].kind]);
         printf("%*s%s", used < 24 ? 24 - used : 1, "", flag[i].help);

@@ -522,6 +522,8 @@ def main():
             print(line, file=sys.stderr)
     except (Error, TimeoutError) as e:
         sys.exit("mkd_client.py: %s" % e)
+    except ModuleNotFoundError as e:
+        sys.exit("mkd_client.py: %s (Debian: apt install python3-zmq)" % e)
 
 
 if __name__ == "__main__":

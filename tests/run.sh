@@ -70,6 +70,7 @@ for t in "${all[@]}"; do
     passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
 done
 for t in "${bad[@]}"; do echo "failed: $t"; done
+[ ${#all[@]} != 0 ] || echo "no test${TEST:+ named $TEST} in $*: make tests builds them"
 [ "$skipped" = 0 ] || echo "skipped: $skipped"
 echo "$passed passed, $failed failed"
-[ "$failed" = 0 ]
+[ "$failed" = 0 ] && [ ${#all[@]} != 0 ]
