@@ -33,8 +33,12 @@ def read(path):
 
 
 def main():
-    before, launches0, _ = read(sys.argv[1])
-    after, launches1, last = read(sys.argv[2])
+    try:
+        before, launches0, _ = read(sys.argv[1])
+        after, launches1, last = read(sys.argv[2])
+    except OSError as e:  # no driver was loaded
+        print(json.dumps({"ok": False, "why": "nothing was counted: %s" % e.strerror}))
+        return 1
     extra = {}
     for a in sys.argv[3:]:
         k, v = a.split("=", 1)

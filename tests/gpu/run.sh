@@ -1,8 +1,8 @@
 #!/bin/bash
-# make check-gpu: every GPU test, on the machine that has the GPU. Builds nothing: BUILD holds what `make all tests` made (with nvcc). Every part's own report goes to
-# $OUT/<part>/ (default: a new directory), and all of them become one: $OUT/check-gpu.json (tests/gpu/report.py).
-#   PARTS="gpu opcodes ..."   only these; the parts are listed below
-#   SOAK=60                   seconds of soak; the long run is 600
+# make check-gpu: every GPU test, on the machine that has the GPU. Builds nothing: BUILD holds what `make all tests` made (with nvcc). Every part writes its own JSON to
+# $OUT/<part>/ (default: a new directory), and all of them become one: $OUT/check-gpu.json (tests/gpu/report.py), row by row.
+#   PARTS="gpu opcodes ..."   only these; the parts are listed below. What other parts left in $OUT stays in the report
+#   SOAK=60                   seconds of soak; the row of the report wants 600 (a part `soak` in $OUT, run on its own, counts for it: test_residency.sh)
 cd "$(dirname "$0")/../.." || exit 2
 export BUILD=${BUILD:-build}
 [ -e /dev/nvidiactl ] || { echo 'check-gpu: no NVIDIA driver on this machine' >&2; exit 9; }
@@ -10,13 +10,13 @@ export BUILD=${BUILD:-build}
 TOP=${OUT:-$(mktemp -d)}
 mkdir -p "$TOP"
 T=$BUILD/tests/gpu
-rm -f "$TOP"/*/rc
 
 # part NAME SECONDS COMMAND...: its stdout and stderr go to $TOP/NAME/log, its reports where $OUT points
 part() {
     local name=$1 limit=$2 begin=$SECONDS rc
     shift 2
     case " ${PARTS:-$ALL} " in *" $name "*) ;; *) return ;; esac
+    rm -rf "${TOP:?}/$name"
     mkdir -p "$TOP/$name"
     OUT=$TOP/$name timeout -k 5 "$limit" "$@" >"$TOP/$name/log" 2>&1 </dev/null
     rc=$?
@@ -24,28 +24,27 @@ part() {
     [ $rc = 0 ] && echo "ok - $name ($((SECONDS - begin)) s)" || { echo "not ok - $name: exit code $rc"; tail -15 "$TOP/$name/log" | cut -c1-400 | sed 's/^/#   /'; }
 }
 to() { "${@:2}" >"$OUT/$1"; } # a command that prints its report
-memcheck() { # over a short run of the tiny models that have all opcodes between them
-    local rc=0
-    for f in kimi_linear qwen3_next; do compute-sanitizer --tool memcheck --error-exitcode 3 --print-limit 20 "$T/test_gpu" -q -f $f -t 60000 || rc=1; done
-    return $rc
-}
-export -f to memcheck
+export -f to
 export T
 
-ALL='gpu opcodes setup tear latency trace residency inject memcheck racecheck'
+ALL='gpu opcodes diff setup tear latency trace residency inject synth memcheck racecheck'
+for p in ${PARTS:-}; do case " $ALL " in *" $p "*) ;; *) echo "check-gpu: no part \"$p\", there are: $ALL" >&2; exit 2 ;; esac; done
 part gpu 240 "$T/test_gpu"                                       # goldens, row invariance, epochs that wrap, one entry for many tokens, hang
 part opcodes 120 "$T/test_opcodes"                               # every opcode at tiny and real shapes
+part diff 240 bash tests/gpu/test_diff.sh                        # every family, instruction by instruction and in free runs
 part setup 120 "$T/test_setup"                                   # packing and derived weights on the GPU
 part tear 60 bash -c 'to tear.json "$T/tear"'                    # 10^9 packets under a full stream
 part latency 60 bash -c 'to latency.json "$T/latency"'           # idle to first instruction, token to polling thread
 part trace 120 bash tests/gpu/test_trace.sh                      # every instruction in it; what tracing costs
 SECONDS_SOAK=${SOAK:-60} part residency $((${SOAK:-60} + 90)) bash tests/gpu/test_residency.sh # launches and driver calls between READY and shutdown, over a soak
-part inject 180 bash tests/gpu/test_daemon_gpu.sh                     # hangs: named, survived
-part memcheck 300 bash -c memcheck
-part racecheck 300 bash tests/gpu/test_racecheck.sh             # shared memory: of the build that racecheck can follow
+part inject 180 bash tests/gpu/test_daemon_gpu.sh                # hangs: named, survived
+part synth 180 bash tests/gpu/test_synth.sh                      # a full-size model with synthetic weights
+part memcheck 300 bash tests/gpu/test_memcheck.sh                # compute-sanitizer, tiny models
+part racecheck 300 bash tests/gpu/test_racecheck.sh              # shared memory: of the build that racecheck can follow
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,pstate,temperature.gpu --format=csv,noheader >"$TOP/gpu.csv" 2>/dev/null
 python3 tests/gpu/report.py "$TOP" "$("$BUILD/mkd" --version)" >"$TOP/check-gpu.json"
 bad=$?
+python3 tests/gpu/report.py --print "$TOP/check-gpu.json"
 echo "report: $TOP/check-gpu.json"
 exit $bad
