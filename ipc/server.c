@@ -296,6 +296,7 @@ int mk_server_run(mk_server *v, mk_err *err)
         uint64_t deadline = grace ? grace : atomic_load(&v->draining) ? atomic_load(&v->deadline_ns) : ~0ull;
         if (deadline < due) due = deadline;
         now = mk_server_now();
+        if (v->trace.owner && v->trace.state == MK_SERVER_TRACE_WAITS && v->trace.deadline_ns < due) due = v->trace.deadline_ns;
         if (v->trace.owner && v->trace.state == MK_SERVER_TRACE_READS && due > now + 1000000) due = now + 1000000; /* the last records come in */
         long wait = more || due <= now ? 0 : (long)((due - now + 999999) / 1000000);
         if (zmq_poll(item, 3, wait) < 0 && errno != EINTR)

@@ -111,6 +111,24 @@ static void test_refused(void **state)
     rig_stop(r);
 }
 
+/* An answer comes when the time is up, not when the server next has something to do. */
+static void test_in_time(void **state)
+{
+    (void)state;
+    atomic_store(&fake_trace_ms, -1);
+    fake_stats_ms = 5000;
+    rig *r = rig_start(5000);
+    raw *c = hello(r);
+    uint64_t begin = fake_now();
+    ask(c, 1, 20, 70);
+    raw_expect_err(c, MK_WIRE_E_REFUSED, MK_WIRE_TRACE, "fewer than 1 steps were run in time");
+    double ms = 1e-6 * (double)(fake_now() - begin);
+    if (ms < 20 || ms > 1000) fail_msg("20 ms asked for, the answer came after %.0f", ms);
+    fake_stats_ms = 50;
+    raw_free(c);
+    rig_stop(r);
+}
+
 /* The server stops, or the client's place goes to another, while its trace waits. */
 static void test_left_behind(void **state)
 {
@@ -129,6 +147,6 @@ static void test_left_behind(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_messages), cmocka_unit_test(test_refused), cmocka_unit_test(test_left_behind)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_messages), cmocka_unit_test(test_refused), cmocka_unit_test(test_in_time), cmocka_unit_test(test_left_behind)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
