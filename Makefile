@@ -47,7 +47,7 @@ else
 LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
 $(BUILD)/host/machine_gpu.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
-tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/race_gpu $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline
+tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/race_gpu $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
 	@mkdir -p $(@D)
@@ -93,7 +93,7 @@ $(BUILD)/tests/gpu/soak: $(BUILD)/tests/gpu/soak.o $(BUILD)/libmk.a
 $(BUILD)/tests/gpu/latency: $(BUILD)/tests/gpu/latency.o $(BUILD)/tests/gpu/clock.cu.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
-$(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/race_model: %: %.cu.o
+$(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model: %: %.cu.o
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 # The kernel as racecheck can follow it (device.cuh, mk_arrives), in front of the other.

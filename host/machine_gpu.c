@@ -9,6 +9,7 @@
 #include "host/synth.h"
 #include "megakernel/ceiling.h"
 #include "megakernel/gpu.h"
+#include "megakernel/submit.h"
 #include "host/absorb.h"
 #include "megakernel/selftest.h"
 
@@ -94,7 +95,7 @@ static void *poll_main(void *arg)
             continue;
         }
         uint32_t before = seen;
-        while (__atomic_load_n(&g->rings.event[seen % MK_EVENT_RING].seq, __ATOMIC_ACQUIRE) == seen + 1) {
+        while (mk_event_there(&g->rings.event[seen % MK_EVENT_RING], seen + 1)) {
             struct timespec t;
             clock_gettime(CLOCK_MONOTONIC, &t);
             __atomic_store_n(&g->m.seen_ns[seen++ % MK_EVENT_RING], (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec, __ATOMIC_RELAXED);
@@ -156,16 +157,7 @@ static int gpu_start(mk_machine *m, mk_err *err)
     return MK_OK;
 }
 
-static int gpu_submit(mk_machine *m, const mk_submit *s, mk_err *err)
-{
-#ifdef MK_DEBUG
-    /* MKD_INJECT_ERROR=SLOT: the slot's cache pages lie where no memory is, so that its first row breaks the CUDA context. */
-    const char *broken = getenv("MKD_INJECT_ERROR");
-    if (broken && s->op == MK_SUB_OPEN && s->slot == atoi(broken))
-        for (uint32_t i = 0; i < m->max_pages; i++) m->page[(size_t)s->slot * m->max_pages + i] = 0x7fffffffu;
-#endif
-    return mk_gpu_submit(of(m)->gpu, s, err);
-}
+static int gpu_submit(mk_machine *m, const mk_submit *s, mk_err *err) { return mk_gpu_submit(of(m)->gpu, s, err); }
 
 static uint32_t gpu_events(mk_machine *m, mk_event *ev, uint32_t n)
 {

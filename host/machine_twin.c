@@ -3,6 +3,7 @@
 #include "host/log.h"
 #include "host/pack.h"
 #include "host/recover.h"
+#include "megakernel/submit.h"
 #include "megakernel/twin.h"
 
 #include <errno.h>
@@ -39,7 +40,7 @@ uint32_t mk_take_events(const mk_event *ring, uint32_t *next, uint32_t *read, mk
     uint32_t got = 0;
     for (; got < n; (*next)++) {
         const mk_event *e = &ring[*next % MK_EVENT_RING];
-        if (__atomic_load_n(&e->seq, __ATOMIC_ACQUIRE) != *next + 1) break;
+        if (!mk_event_there(e, *next + 1)) break;
         ev[got++] = *e;
     }
     if (got) __atomic_store_n(read, *next, __ATOMIC_RELEASE);
@@ -86,16 +87,12 @@ static int twin_submit(mk_machine *m, const mk_submit *s, mk_err *err)
 {
     twin_machine *t = of(m);
     mk_sched *sc = mk_twin_sched(t->twin);
+    if (s->op == MK_SUB_HANG && s->arg0 == MK_HANG_ERROR) return mk_fail(err, MK_E_WIRE, "the CPU twin has no GPU to lose");
     uint32_t taken = __atomic_load_n(&sc->submit_next, __ATOMIC_ACQUIRE);
     if (t->submit_next - taken >= MK_SUBMIT_RING) return mk_fail(err, MK_E_CAPACITY, "the submit ring is full (%u entries)", MK_SUBMIT_RING);
-    mk_submit *e = &sc->submit[t->submit_next % MK_SUBMIT_RING];
-    e->op = s->op;
-    e->slot = s->slot;
-    e->generation = s->generation;
-    e->arg0 = s->arg0;
-    e->arg1 = s->arg1;
-    e->tag = s->tag;
-    __atomic_store_n(&e->seq, ++t->submit_next, __ATOMIC_RELEASE);
+    mk_submit e = *s;
+    mk_submit_complete(&e, m->slot, sc->n_slots);
+    mk_submit_put(sc->submit, &e, ++t->submit_next);
     mk_ring_fd(t->doorbell_fd);
     return MK_OK;
 }

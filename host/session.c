@@ -2,6 +2,7 @@
 
 #include "host/pack.h"
 #include "instructions/validate.h"
+#include "megakernel/submit.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -70,9 +71,9 @@ void mk_session_close(mk_session **pr)
 
 static void submit(mk_session *r, mk_submit s)
 {
-    mk_submit *e = &mk_twin_sched(r->twin)->submit[r->submit_next % MK_SUBMIT_RING];
-    s.seq = ++r->submit_next;
-    *e = s;
+    mk_sched *sc = mk_twin_sched(r->twin);
+    mk_submit_complete(&s, sc->slot, sc->n_slots);
+    mk_submit_put(sc->submit, &s, ++r->submit_next);
 }
 
 void mk_session_stream(mk_session *r, uint32_t slot, const mk_sampling *s, uint32_t context)
@@ -99,7 +100,7 @@ static uint32_t known(mk_session *r, uint32_t slot)
 static void drain(mk_session *r)
 {
     mk_sched *s = mk_twin_sched(r->twin);
-    for (; s->event[r->event_next % MK_EVENT_RING].seq == r->event_next + 1; r->event_next++) {
+    for (; mk_event_there(&s->event[r->event_next % MK_EVENT_RING], r->event_next + 1); r->event_next++) {
         if (r->n_ev == r->cap_ev) {
             uint32_t cap = r->cap_ev ? 2 * r->cap_ev : 256;
             mk_event *ev = realloc(r->ev, cap * sizeof *ev);

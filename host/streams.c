@@ -18,6 +18,8 @@
  *    lost one, bit for bit. New requests queue behind the rebuilding; a cancel waits for it, because it would cut the log. */
 #include "host/streams.h"
 
+#include "megakernel/submit.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -131,14 +133,27 @@ static stream *find(mk_streams *s, uint64_t owner, uint64_t id, mk_err *err)
     return t;
 }
 
-static int submit(mk_streams *s, const stream *t, enum mk_submit_op op, uint32_t arg0, uint32_t arg1, uint32_t tag, mk_err *err)
+static mk_submit entry(mk_streams *s, const stream *t, enum mk_submit_op op, uint32_t arg0, uint32_t arg1, uint32_t tag)
 {
-    mk_submit e = {.op = (uint16_t)op,
-                   .slot = (uint16_t)(t - s->st),
-                   .generation = t->generation,
-                   .arg0 = arg0,
-                   .arg1 = arg1,
-                   .tag = tag};
+    return (mk_submit){.op = (uint16_t)op,
+                       .slot = (uint16_t)(t - s->st),
+                       .generation = t->generation,
+                       .arg0 = arg0,
+                       .arg1 = arg1,
+                       .tag = tag};
+}
+
+static int submit(mk_streams *s, const stream *t, enum mk_submit_op op, uint32_t arg0, uint32_t tag, mk_err *err)
+{
+    mk_submit e = entry(s, t, op, arg0, 0, tag);
+    return mk_engine_submit(s->e, &e, err);
+}
+
+/* n tokens of the log from position `at` on. */
+static int submit_append(mk_streams *s, const stream *t, uint32_t at, uint32_t n, uint32_t flags, uint32_t tag, mk_err *err)
+{
+    mk_submit e = entry(s, t, MK_SUB_APPEND, n, flags, tag);
+    mk_submit_tokens(&e, mk_engine_tokens(s->e, e.slot) + at);
     return mk_engine_submit(s->e, &e, err);
 }
 
@@ -206,7 +221,7 @@ int mk_streams_open(mk_streams *s, uint64_t owner, const mk_open *o, uint64_t *s
     if (o->pin_rows) slot->pin = o->pin + 1, slot->pin_rows = o->pin_rows, slot->pin_vocab = s->vocab;
     uint32_t *page = mk_engine_page_table(s->e, i);
     for (uint32_t k = 0; k < need; k++) page[k] = s->free_page[s->n_free_page - 1 - k];
-    rc = submit(s, t, MK_SUB_OPEN, 0, 0, 0, err);
+    rc = submit(s, t, MK_SUB_OPEN, 0, 0, err);
     if (rc) {
         t->state = SLOT_FREE;
         return refuse(s, rc);
@@ -241,7 +256,7 @@ int mk_streams_append(mk_streams *s, uint64_t owner, uint64_t id, const uint32_t
     if (!running(t)) set_cancel(s, t, 0);
     memcpy(mk_engine_tokens(s->e, (uint32_t)(t - s->st)) + t->len, tokens, (size_t)n * sizeof *tokens);
     request r = {.tag = s->next_tag++, .user = tag, .begin = t->len};
-    int rc = submit(s, t, MK_SUB_APPEND, n, logprobs ? MK_APPEND_LOGPROBS : 0, r.tag, err);
+    int rc = submit_append(s, t, t->len, n, logprobs ? MK_APPEND_LOGPROBS : 0, r.tag, err);
     if (rc) return refuse(s, rc);
     t->append[t->n_append++] = r;
     t->len += n;
@@ -266,7 +281,7 @@ int mk_streams_generate(mk_streams *s, uint64_t owner, uint64_t id, const mk_gen
     slot->n_stop = n_stop;
     request r = {.tag = s->next_tag++, .user = tag};
     uint64_t now = now_ns();
-    int rc = submit(s, t, MK_SUB_GENERATE, g->max_new, 0, r.tag, err);
+    int rc = submit(s, t, MK_SUB_GENERATE, g->max_new, r.tag, err);
     if (rc) return refuse(s, rc);
     t->generating = 1;
     t->gen = r;
@@ -311,7 +326,7 @@ static void begin_close(mk_streams *s, stream *t, uint64_t tag)
     t->state = SLOT_CLOSING;
     t->close = (request){.tag = s->next_tag++, .user = tag};
     if (t->restart) return; /* closed when its failures have been reported */
-    if (submit(s, t, MK_SUB_CLOSE, 0, 0, t->close.tag, NULL) != MK_OK) {
+    if (submit(s, t, MK_SUB_CLOSE, 0, t->close.tag, NULL) != MK_OK) {
         t->close_later = 1;
         s->n_close_later++;
         cancel(s, t);
@@ -350,7 +365,7 @@ static void retry_closes(mk_streams *s)
     for (uint32_t i = 0; i < s->slots && s->n_close_later; i++) {
         stream *t = &s->st[i];
         if (!t->close_later) continue;
-        if (submit(s, t, MK_SUB_CLOSE, 0, 0, t->close.tag, NULL) != MK_OK) return;
+        if (submit(s, t, MK_SUB_CLOSE, 0, t->close.tag, NULL) != MK_OK) return;
         t->close_later = 0;
         s->n_close_later--;
     }
@@ -466,9 +481,9 @@ static int rebuild(mk_streams *s, stream *t)
     t->published = 0;
     set_cancel(s, t, 0);
     t->cancelling = 0;
-    if (submit(s, t, MK_SUB_OPEN, 0, 0, 0, NULL)) return 0;
+    if (submit(s, t, MK_SUB_OPEN, 0, 0, NULL)) return 0;
     uint32_t tag = s->next_tag++;
-    if (t->len && submit(s, t, MK_SUB_APPEND, t->len, 0, tag, NULL)) return 0;
+    if (t->len && submit_append(s, t, 0, t->len, 0, tag, NULL)) return 0;
     t->rebuilding = t->len != 0;
     t->rebuild_tag = tag;
     return 1;

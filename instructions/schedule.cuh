@@ -1,4 +1,8 @@
-/* SCHEDULE on the device: one thread of one worker, and a courier. The rules are megakernel/schedule.h, the same source as the twin's. */
+/* SCHEDULE on the device: one thread of one worker, and a courier. The rules are megakernel/schedule.h, the same source as the twin's.
+ *
+ * From an idle machine to the first instruction there is one way across the bus, the courier's look that finds the entry. Whatever else SCHEDULE needs comes with the
+ * entry, the looks or the step before. Between courier and SCHEDULE, which share an SM, there are words of shared memory and fences of the block: a fence of the
+ * whole GPU would empty their L1 as well. */
 #ifndef MK_SCHEDULE_CUH
 #define MK_SCHEDULE_CUH
 
@@ -17,119 +21,165 @@ MK_DEV void mk_step_publish(const mk_gpu_args *a, uint32_t lane)
         mk_packet_store(a->step_ring + (seq % MK_STEP_RING) * MK_STEP_PACKETS + lane, w[0], w[1], w[2], seq + 1);
 }
 
-MK_DEV uint32_t mk_sys_look(const uint32_t *p)
+/* ---- looks ---------------------------------------------------------------------------------------------------------- */
+
+/* What a warp that looks across the bus knows. */
+typedef struct mk_looker {
+    const uint4 *submit, *event_read; /* pinned */
+    const mk_slot *slot;              /* pinned */
+    mk_submit *entry;                 /* where entries go, as SCHEDULE takes them */
+    mk_sched_slot *st;
+    const uint32_t *n_active, *active;
+    uint32_t seen, taken; /* entries, events, so far */
+    uint32_t from;        /* in the list of active streams */
+} mk_looker;
+
+MK_DEV mk_looker mk_looker_new(const mk_gpu_args *a)
 {
-    uint32_t v;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
+    const mk_sched *s = a->sched;
+    mk_looker l = {(const uint4 *)a->submit, (const uint4 *)s->event_read, s->slot, s->submit, s->st, &s->n_active, s->active, s->submitted, s->taken, 0};
+    return l;
 }
 
-/* A warp of SCHEDULE's worker that does nothing but go to the host and back: a look across the bus takes longer than all that SCHEDULE decides. It keeps
- * what SCHEDULE knows of the host's words (megakernel/schedule.h), and passes on the events that SCHEDULE has put into device memory. */
+MK_DEV uint4 mk_bus_load(const uint4 *p)
+{
+    uint64_t lo, hi;
+    asm volatile("{\n\t.reg .b128 v;\n\tld.relaxed.sys.global.b128 v, [%2];\n\tmov.b128 {%0, %1}, v;\n\t}" : "=l"(lo), "=l"(hi) : "l"(p) : "memory");
+    return make_uint4((uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32));
+}
+MK_DEV void mk_cta_store(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.cta.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+MK_DEV void mk_cta_store64(uint64_t *p, uint64_t v)
+{
+    asm volatile("st.relaxed.cta.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+/* One look across the bus, by a warp, all of it in one load: the first lanes look at the packets of the next entry, one at the events taken, the others at a stream
+ * each; where there are more streams, the next look goes on with them. True: there is news, and it lies where SCHEDULE reads it. */
+MK_DEV bool mk_look(mk_looker *l, uint32_t lane)
+{
+    const uint32_t packets = MK_SUBMIT_PACKETS, streams = 31 - packets, n = mk_look_load(l->n_active), own = l->from + lane - packets - 1;
+    const bool mine = lane > packets && own < n;
+    const uint32_t slot = mine ? mk_look_load(&l->active[own]) : 0;
+    const uint4 *p = lane < packets ? l->submit + (l->seen % MK_SUBMIT_RING) * (sizeof(mk_submit_packets) / 16) + lane : mine ? (const uint4 *)&l->slot[slot] : l->event_read;
+    const uint4 q = mk_bus_load(p);
+    /* meanwhile */
+    mk_sched_slot *t = &l->st[slot];
+    uint32_t cancel = 0;
+    uint64_t credits = 0;
+    if (mine) {
+        cancel = mk_look_load(&t->cancel);
+        credits = mk_look_load64(&t->credits);
+    }
+    l->from = l->from + streams < n ? l->from + streams : 0;
+
+    const bool entry = __all_sync(0xffffffffu, lane >= packets || q.w == l->seen + 1);
+    const uint32_t taken = __shfl_sync(0xffffffffu, q.x, packets);
+    const uint64_t now = (uint64_t)q.w << 32 | q.z;
+    bool news = taken != l->taken || entry;
+    if (entry && lane < packets) {
+        uint32_t *word = (uint32_t *)&l->entry[l->seen % MK_SUBMIT_RING] + 1 + 3 * lane;
+        word[0] = q.x;
+        word[1] = q.y;
+        word[2] = q.z;
+    }
+    if (mine && mk_look_load(&t->generation) == q.x && (q.y != cancel || now != credits)) { /* another generation: the list has changed meanwhile */
+        mk_cta_store(&t->cancel, q.y);
+        mk_cta_store64(&t->credits, now);
+        news = true;
+    }
+    l->seen += entry;
+    l->taken = taken;
+    return __any_sync(0xffffffffu, news);
+}
+static_assert(offsetof(mk_slot, generation) == 0 && offsetof(mk_slot, cancel) == 4 && offsetof(mk_slot, credits) == 8, "a slot's first packet");
+
+/* A warp of SCHEDULE's worker that does nothing but look: an answer takes longer than all that SCHEDULE decides. */
 MK_DEV void mk_courier(const mk_gpu_args *a, mk_shared *sh, uint32_t lane)
 {
-    mk_sched *s = a->sched;
-    uint32_t sent = 0, seen = 0; /* events, submit entries */
-    bool last = false;
-    for (uint32_t round = 0; !last; round++) {
-        last = mk_flag_get(&sh->leave);
+    mk_looker l = mk_looker_new(a);
+    uint32_t news = 0;
+    for (uint32_t round = 0; !mk_flag_get(&sh->leave); round++) {
         /* SCHEDULE counts, the courier tells: the pulse stops when either does */
-        if (lane == 0 && !(round & 255u)) ((volatile uint32_t *)a->heartbeat)[MK_BEAT_IDLE] = *(volatile uint32_t *)&s->idle;
-        /* one round trip: lane 0 looks for an entry, lane 1 at the events taken, the others at a stream each */
-        const uint32_t n = *(volatile uint32_t *)&s->n_active, own = lane - 2;
-        const uint32_t *word = lane == 0 ? &s->submit[seen % MK_SUBMIT_RING].seq : s->event_read;
-        const uint64_t *credits = 0;
-        uint32_t slot = 0;
-        if (lane >= 2 && own < n) {
-            slot = ((volatile uint32_t *)s->active)[own];
-            word = &s->slot[slot].cancel;
-            credits = &s->slot[slot].credits;
-        }
-        uint32_t v = 0;
-        uint64_t c = 0;
-        if (lane < 2 || credits) v = mk_sys_look(word);
-        if (credits) {
-            c = mk_sys_load64(credits);
-            s->st[slot].cancel = v;
-            s->st[slot].credits = c;
-        }
-        for (uint32_t k = lane + 30; k < n; k += 32) { /* more streams than lanes */
-            slot = ((volatile uint32_t *)s->active)[k];
-            s->st[slot].cancel = mk_sys_load(&s->slot[slot].cancel);
-            s->st[slot].credits = mk_sys_load64(&s->slot[slot].credits);
-        }
-        if (lane == 1) s->taken = v;
-        __threadfence();
-        __syncwarp(); /* the streams' words are older than the entry: whoever takes it may overwrite them */
-        if (__shfl_sync(0xffffffffu, v, 0) == seen + 1) {
-            seen++;
-            __threadfence_system(); /* what the host wrote before the entry's number */
-            if (lane == 0) s->submitted = seen;
-        }
-        for (uint32_t have = *(volatile uint32_t *)&s->posted; sent != have;) { /* two events a turn, half a warp each */
-            const uint32_t at = (sent + lane / 16) % MK_EVENT_RING, k = lane % 16, more = have - sent < 2 ? have - sent : 2;
-            __threadfence();
-            const uint32_t x = __ldcg((const uint32_t *)&s->event[at] + k);
-            if (lane / 16 < more && k) ((volatile uint32_t *)&a->event[at])[k] = x;
-            __syncwarp();
-            if (lane / 16 < more && !k) mk_sys_store(&a->event[at].seq, x);
-            sent += more;
+        if (lane == 0 && !(round & 255u)) ((volatile uint32_t *)a->heartbeat)[MK_BEAT_IDLE] = mk_flag_get(&sh->idle);
+        if (!mk_look(&l, lane)) continue;
+        __threadfence_block();
+        __syncwarp();
+        if (lane == 0) {
+            mk_flag_set(&sh->submitted, l.seen);
+            mk_flag_set(&sh->taken, l.taken);
+            __threadfence_block();
+            mk_flag_set(&sh->news, ++news);
         }
     }
 }
-static_assert(sizeof(mk_event) == 64 && offsetof(mk_event, seq) == 0, "half a warp, its first lane the sequence number");
 
-/* To the courier: what has been emitted up to now. */
-MK_DEV void mk_schedule_post(mk_sched *s)
+/* ---- deciding ------------------------------------------------------------------------------------------------------- */
+
+/* Composes the next step, waiting for the host as long as there is nothing to do. By a warp; false: aborted. */
+MK_CALL bool mk_schedule_compose(uint32_t lane)
 {
-    if (s->posted == s->event_next) return;
-#ifdef MK_PHASED /* there is none */
-    for (; s->posted != s->event_next; s->posted++) {
-        const mk_event *from = &s->event[s->posted % MK_EVENT_RING];
-        mk_event *to = &mk_sh()->args.event[s->posted % MK_EVENT_RING];
-        for (uint32_t k = 1; k < sizeof *to / 4; k++) ((volatile uint32_t *)to)[k] = ((const uint32_t *)from)[k];
-        mk_sys_store(&to->seq, from->seq);
+    mk_shared *sh = mk_sh();
+    const mk_gpu_args *a = &sh->args;
+    mk_sched *s = a->sched;
+    const uint32_t submit_next = s->submit_next;
+    bool on = true;
+    __syncwarp();
+#ifdef MK_PHASED /* there is no courier */
+    for (bool more = true; more;) {
+        mk_looker l = mk_looker_new(a);
+        mk_look(&l, lane);
+        __threadfence_block();
+        __syncwarp();
+        if (lane == 0) {
+            s->submitted = l.seen;
+            s->taken = l.taken;
+            mk_sched_compose(s, mk_now());
+            more = !s->stop && !s->next.nrows;
+            if (more) ((volatile uint32_t *)a->heartbeat)[MK_BEAT_IDLE]++;
+            if (more && mk_load_relaxed(a->abort)) more = on = false;
+        }
+        more = __shfl_sync(0xffffffffu, more, 0);
     }
 #else
-    __threadfence();
-    *(volatile uint32_t *)&s->posted = s->event_next;
-#endif
-}
-
-/* Composes the next step, waiting for the host as long as there is nothing to do. False: aborted. */
-MK_CALL bool mk_schedule_compose(void)
-{
-    const mk_gpu_args *a = &mk_sh()->args;
-    mk_sched *s = a->sched;
-    const uint32_t taken = s->submit_next;
-    for (;;) {
-#ifdef MK_PHASED
-        mk_sched_look(s);
-#endif
+    while (lane == 0) {
+        const uint32_t news = mk_flag_get(&sh->news);
+        __threadfence_block();
+        s->submitted = mk_flag_get(&sh->submitted);
+        s->taken = mk_flag_get(&sh->taken);
         mk_sched_compose(s, mk_now());
+        if (s->hang == MK_HANG_ERROR) asm volatile("st.global.u32 [%0], 0;" ::"l"(16ull) : "memory");
         while (s->hang == MK_HANG_IDLE && !mk_load_relaxed(a->abort)) {}
         if (s->stop || s->next.nrows) break;
-        mk_schedule_post(s);
-        *(volatile uint32_t *)&s->idle = s->idle + 1;
-#ifdef MK_PHASED
-        ((volatile uint32_t *)a->heartbeat)[MK_BEAT_IDLE] = s->idle;
+        if (s->submitted != s->submit_next && !s->stalled) continue; /* there was more than one look's worth */
+        for (uint32_t n = 1; on && mk_flag_get(&sh->news) == news; n++) {
+            if (n & 63u) continue;
+            mk_flag_set(&sh->idle, sh->idle + 1);
+            on = !mk_load_relaxed(a->abort);
+        }
+        if (!on) break;
+    }
 #endif
-        if (mk_load_relaxed(a->abort)) return false;
-    }
-    if (taken != s->submit_next) ((volatile uint32_t *)a->heartbeat)[MK_BEAT_TAKEN] = s->submit_next;
-    if (s->stop) {
+    if (lane == 0 && s->submit_next != submit_next) ((volatile uint32_t *)a->heartbeat)[MK_BEAT_TAKEN] = s->submit_next;
+    if (lane == 0 && s->stop) {
         s->next.nrows = 0;
-        mk_schedule_post(s);
+        s->next.seq = s->step;
     }
-    s->next.seq = s->step;
-    return true;
+    on = __shfl_sync(0xffffffffu, on, 0);
+    __syncwarp();
+    return on;
 }
-/* By one warp; go (lane 0): not aborted. The next step comes first, the host's events after it. */
+
+/* By one warp; go (lane 0): not aborted. */
 MK_DEV void mk_schedule_next(const mk_gpu_args *a, uint32_t lane, bool go)
 {
-    go = lane == 0 && go && mk_schedule_compose();
-    if (__any_sync(0xffffffffu, go)) mk_step_publish(a, lane);
-    if (go) mk_schedule_post(a->sched);
+    go = __shfl_sync(0xffffffffu, go, 0) && mk_schedule_compose(lane);
+    if (!go) return;
+    mk_sched_look_up(a->sched, lane, 32);
+    __syncwarp();
+    mk_step_publish(a, lane);
 }
 
 /* Epochs repeat after 2^32 / MK_EPOCH_STRIDE steps, and a row that few steps have keeps its packets as long (megakernel/exchange.h,

@@ -7,6 +7,7 @@ extern "C" { /* C headers */
 
 #include "megakernel/baseline.h"
 #include "megakernel/phases.h"
+#include "megakernel/submit.h"
 
 #include <cuda_runtime.h>
 #include <stdio.h>
@@ -108,7 +109,7 @@ static void take(taker *t)
 {
     for (;; t->next++) {
         const mk_event *e = &t->r.event[t->next % MK_EVENT_RING];
-        if (__atomic_load_n(&e->seq, __ATOMIC_ACQUIRE) != t->next + 1) break;
+        if (!mk_event_there(e, t->next + 1)) break;
         if (e->kind != MK_EV_TOKEN || t->got >= t->want) continue;
         if (t->got >= t->warm) {
             t->res->step_ms[t->got - t->warm] = (double)(e->device_ns - t->last) * 1e-6;

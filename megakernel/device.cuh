@@ -113,7 +113,7 @@ typedef struct mk_gpu_args {
     const mk_sampling *sampling; /* [slots] what SCHEDULE copied of the host's */
     const uint32_t *page; /* the device's copy of the page tables */
     mk_sched *sched;
-    mk_event *event;      /* pinned: where the courier takes SCHEDULE's events to */
+    const mk_submit_packets *submit; /* pinned [MK_SUBMIT_RING] */
     uint4 *step_ring;     /* [MK_STEP_RING][MK_STEP_PACKETS] packets */
     uint32_t *abort;
     uint32_t *position;   /* [workers] the instruction last fed: for the flight recorder */
@@ -175,7 +175,9 @@ typedef struct mk_shared {
     uint64_t route_full, route_empty;
     volatile uint32_t logits[4]; /* of step s, in [s & 3]: (s + 1) * 2 + any_logits */
     uint32_t draw_met;           /* meetings so far */
-    volatile uint32_t leave;     /* loaders: stop */
+    volatile uint32_t leave;     /* loaders, courier: stop */
+    /* SCHEDULE's worker: what the courier has found; news counts up behind the rest. idle: counts SCHEDULE's waits for news */
+    volatile uint32_t submitted, taken, news, idle;
     /* for the controller, who watches over the waits of hot loops */
     alignas(16) uint4 waiting[MK_WARPS]; /* packet that a warp waits for: wait + 1 (0: none), row, packet, what is there */
     volatile uint32_t current;           /* instructions begun * 2, less 1 while one is under way */

@@ -7,6 +7,7 @@ extern "C" { /* C headers */
 
 #include "megakernel/device.cuh"
 #include "megakernel/kernel.h"
+#include "megakernel/submit.h"
 
 #include <cuda_runtime.h>
 #include <sched.h>
@@ -34,7 +35,7 @@ struct mk_gpu {
     uint32_t submit_next;
     uint32_t smem;
     /* pinned */
-    mk_submit *submit;
+    mk_submit_packets *submit;
     mk_event *event;
     uint32_t *event_read, *page, *token, *heartbeat;
     mk_slot *slot;
@@ -42,7 +43,7 @@ struct mk_gpu {
     uint8_t *bounce; /* for small transfers */
     /* device */
     mk_sched *sched;
-    mk_event *outbox;
+    mk_submit *inbox; /* entries as the kernel has fetched them */
     mk_sampling *sampling;
     mk_sched_slot *st;
     uint32_t *active, *pages;
@@ -390,10 +391,10 @@ static int allocate(mk_gpu *g, mk_err *err)
              (a->trace = (uint4 *)device_memory(g, "trace", (uint64_t)mk_trace_limit(i->n_insn) * i->n_insn * sizeof(mk_trace_record), err)) &&
              (a->abort = (uint32_t *)device_memory(g, "abort word", 4, err)) &&
              (a->position = (uint32_t *)device_memory(g, "positions", 4ull * i->workers, err)) &&
-             (g->submit = (mk_submit *)pinned_memory(g, "submit ring", sizeof(mk_submit) * MK_SUBMIT_RING, err)) &&
+             (g->submit = (mk_submit_packets *)pinned_memory(g, "submit ring", sizeof(mk_submit_packets) * MK_SUBMIT_RING, err)) &&
              (g->event = (mk_event *)pinned_memory(g, "token ring", sizeof(mk_event) * MK_EVENT_RING, err)) &&
              (g->event_read = (uint32_t *)pinned_memory(g, "token ring", 64, err)) &&
-             (g->outbox = (mk_event *)device_memory(g, "token ring", sizeof(mk_event) * MK_EVENT_RING, err)) &&
+             (g->inbox = (mk_submit *)device_memory(g, "submit ring", sizeof(mk_submit) * MK_SUBMIT_RING, err)) &&
              (g->slot = (mk_slot *)pinned_memory(g, "slots", slots * sizeof(mk_slot), err)) &&
              (g->page = (uint32_t *)pinned_memory(g, "page tables", 4ull * slots * g->max_pages, err)) &&
              (g->token = (uint32_t *)pinned_memory(g, "token logs", 4ull * slots * context, err)) &&
@@ -404,7 +405,7 @@ static int allocate(mk_gpu *g, mk_err *err)
     g->active = (uint32_t *)(g->st + slots);
     a->page = g->pages;
     a->sched = g->sched;
-    a->event = g->event;
+    a->submit = g->submit;
     a->sampling = g->sampling;
     a->fault = g->fault;
     a->heartbeat = g->heartbeat;
@@ -553,8 +554,8 @@ static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
     uint32_t slots = g->cfg.slots;
     mk_sched s;
     memset(&s, 0, sizeof s);
-    s.submit = g->submit;
-    s.event = g->outbox; /* the courier takes them to g->event */
+    s.submit = g->inbox;
+    s.event = g->event;
     s.event_read = g->event_read;
     s.slot = g->slot;
     s.sampling = g->sampling;
@@ -565,7 +566,7 @@ static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
     s.active = g->active;
     a->epoch0 = epoch0;
     g->submit_next = 0;
-    memset(g->submit, 0, sizeof(mk_submit) * MK_SUBMIT_RING);
+    memset(g->submit, 0, sizeof(mk_submit_packets) * MK_SUBMIT_RING);
     memset(g->event, 0, sizeof(mk_event) * MK_EVENT_RING);
     memset(g->fault, 0, sizeof *g->fault);
     memset(g->heartbeat, 0, MK_HEARTBEAT_BYTES);
@@ -726,14 +727,9 @@ int mk_gpu_submit(mk_gpu *g, const mk_submit *s, mk_err *err)
         if (!e) e = wait_copied(g);
         if (e) return cuda_fail(err, e, "handing over a page table");
     }
-    mk_submit *slot = &g->submit[g->submit_next % MK_SUBMIT_RING];
-    slot->op = s->op;
-    slot->slot = s->slot;
-    slot->generation = s->generation;
-    slot->arg0 = s->arg0;
-    slot->arg1 = s->arg1;
-    slot->tag = s->tag;
-    __atomic_store_n(&slot->seq, ++g->submit_next, __ATOMIC_RELEASE);
+    mk_submit e = *s;
+    mk_submit_complete(&e, g->slot, g->cfg.slots);
+    mk_submit_pack(g->submit, &e, ++g->submit_next);
     return MK_OK;
 }
 

@@ -4,7 +4,7 @@
  *   controller   waits for the next step descriptor, then feeds the queue's instructions, a few ahead
  *   static       streams the worker's tape into its ring, over instruction, layer and step boundaries
  *   expert       waits for the route of a layer, then streams the slices that fall to this worker
- *   courier      on SCHEDULE's worker: fetches the host's words, takes events to the host (instructions/schedule.cuh)
+ *   courier      on SCHEDULE's worker: looks for what the host says (instructions/schedule.cuh)
  *
  * On abort every wait falls through; the compute warps finish what they were fed (with what is there: rows of an aborted step are void)
  * and leave together, because it is the controller who tells them to. */
@@ -208,6 +208,9 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     uint32_t fed = 0; /* instructions so far */
     mk_watch watch = {0, 0};
     bool leave = first == end;
+    const bool fetches = lane < sizeof(mk_insn) / 16; /* the next instruction, while this one or a step is waited for */
+    uint4 next = make_uint4(0, 0, 0, 0);
+    if (fetches && !leave) next = __ldg((const uint4 *)(a->insn + first) + lane);
     for (uint32_t seq = MK_ONE_STEP ? sh->step.seq : 0; !leave; seq++) {
         /* the compute warps may still read the last descriptor */
         for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++)
@@ -216,8 +219,8 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
         if (lane == 0) mk_flag_set(&sh->logits[seq & 3], (seq + 1) * 2 + (sh->step.any_logits != 0));
         for (uint32_t i = first; i < end; i++, fed++) {
             uint32_t slot = fed % MK_INSN_RING;
-            uint4 part = make_uint4(0, 0, 0, 0);
-            if (lane < sizeof(mk_insn) / 16) part = __ldg((const uint4 *)(a->insn + i) + lane);
+            const uint4 part = next;
+            if (fetches) next = __ldg((const uint4 *)(a->insn + (i + 1 < end ? i + 1 : first)) + lane);
             bool hang = sh->step.hang == MK_HANG_AT(worker, i - first);
             for (uint32_t n = 0; !leave; n++) {
                 bool free = fed < MK_INSN_RING || mk_mbar_try(mk_smem(&sh->insn_empty[slot]), (fed / MK_INSN_RING & 1) ^ 1);
@@ -225,7 +228,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
                 if ((n & 15) == 15) leave = look_after(a, sh, &watch, lane);
             }
             if (leave) break;
-            if (lane < sizeof(mk_insn) / 16) ((uint4 *)&sh->insn[slot])[lane] = part;
+            if (fetches) ((uint4 *)&sh->insn[slot])[lane] = part;
             __syncwarp();
             if (lane == 0) mk_store_relaxed(a->position + worker, i - first);
             if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
@@ -411,7 +414,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         mk_mbar_init(&sh->route_empty, MK_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
-        sh->leave = sh->draw_met = sh->current = sh->aborted = 0;
+        sh->leave = sh->submitted = sh->taken = sh->news = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
         memset(sh->zero, 0, sizeof sh->zero);

@@ -1,21 +1,27 @@
 /* What host and device say to each other, and what the device says to itself: submit ring, token ring, stream slots, step
  * descriptor. Shared by host C and device code; every struct is fixed size. On a GPU the rings and the slot arena are pinned host
- * memory; the twin uses ordinary memory. Writers publish payload first, then the sequence number with release order. */
+ * memory; the twin uses ordinary memory.
+ *
+ * What crosses the bus crosses it as packets of 16 bytes that each carry the sequence number of their entry or event: whoever has seen the number in all of them has
+ * all of it, without a fence and without asking again. An entry brings along what SCHEDULE needs to know of the slot, so that it need not fetch that. */
 #ifndef MK_RINGS_H
 #define MK_RINGS_H
 
 #include "instructions/isa.h"
+
+#include <stdalign.h>
 
 #define MK_SUBMIT_RING 1024u /* entries, power of two */
 #define MK_EVENT_RING  4096u /* entries, power of two */
 #define MK_SWEEP_STEPS (1u << 20) /* steps between two sweeps of the exchange: megakernel/exchange.h */
 #define MK_MAX_STOP    16    /* stop ids of a generation */
 #define MK_MAX_APPENDS 8     /* appends of one slot that may be outstanding */
+#define MK_SUBMIT_TOKENS 8u  /* of an append, its first ones, that its entry brings along: a step's rows */
 
 enum mk_submit_op {
     MK_SUB_OPEN = 1,     /* slot starts empty: position 0, zero state */
     MK_SUB_APPEND = 2,   /* arg0 = tokens added to the slot's log, arg1 = MK_APPEND_* */
-    MK_SUB_GENERATE = 3, /* arg0 = most tokens to generate; sampling and stop ids are in the slot */
+    MK_SUB_GENERATE = 3, /* arg0 = most tokens to generate; with the slot's sampling parameters and stop ids */
     MK_SUB_CLOSE = 4,    /* forget the slot; answered by one CLOSED event, after which pages and state may be reused */
     MK_SUB_STOP = 5,     /* leave after the current step */
     MK_SUB_HANG = 7,     /* fault injection, below; names no slot */
@@ -24,21 +30,54 @@ enum mk_submit_op {
 enum { MK_APPEND_LOGPROBS = 1 };
 
 /* MK_SUB_HANG: in the step that is arg1 steps from the next one, the worker's controller stops for ever before that instruction of its queue
- * (arg0 = MK_HANG_AT). MK_HANG_IDLE: SCHEDULE stops looking for work, at once. Relaunching forgets it. */
+ * (arg0 = MK_HANG_AT). MK_HANG_IDLE: SCHEDULE stops looking for work, at once. Relaunching forgets it. MK_HANG_ERROR: SCHEDULE stores where no memory is, which
+ * breaks the process's CUDA context; the twin knows no such thing. */
 #define MK_HANG_AT(worker, insn) (((uint32_t)(worker) + 1) << 16 | (uint32_t)(insn))
 #define MK_HANG_IDLE 0xffffffffu
+#define MK_HANG_ERROR 0xfffffffeu
 
-/* 64 bytes. `seq` is written last, release: entry i of lap L holds seq = i + 1 counted without wrap to the ring size. */
+/* Sampling parameters. temperature 0 = greedy. top_k 0, top_p 1, min_p 0: off. Applied in the order temperature, top-k, top-p,
+ * min-p, each renormalising; then inverse CDF in ascending id with Philox(seed, position). */
+typedef struct mk_sampling {
+    float temperature, top_p, min_p;
+    uint32_t top_k;
+    uint64_t seed;
+    uint64_t pad;
+} mk_sampling;
+
+/* An entry of the submit ring; entry i of lap L has seq = i + 1 counted without wrap to the ring size. Whoever submits says what is up to `append`; what comes of the
+ * slot is filled in where the entry is put into a ring (megakernel/submit.h). */
 typedef struct mk_submit {
     uint32_t seq;
-    uint16_t op;
-    uint16_t slot;
+    uint16_t op, slot;
     uint32_t generation; /* of the slot: an entry for an older generation is dropped */
     uint32_t arg0, arg1;
     uint32_t tag;        /* returned in the events that answer it */
-    uint32_t pad[10];
+    union {
+        struct {
+            uint32_t n;                       /* how many of them are here: 0: they are in the token log only */
+            uint32_t token[MK_SUBMIT_TOKENS]; /* the first ones */
+            uint32_t last;                    /* and the last one */
+        } append;
+        struct {
+            uint64_t credits, seed; /* seed: of mk_slot.sampling */
+            uint32_t context, state_slot, pin, pin_rows, pin_vocab;
+        } open;
+        struct {
+            mk_sampling sampling;
+            uint64_t credits;
+            uint32_t n_stop, stop[MK_MAX_STOP];
+        } generate;
+    };
 } mk_submit;
-static_assert(sizeof(mk_submit) == 64, "a submit entry is 64 bytes");
+static_assert(sizeof(mk_submit) == 136 && offsetof(mk_submit, append) == 24, "an entry is its number and 33 words");
+
+/* The same as it crosses the bus: word 1 + 3p + k of an entry is word k of packet p, whose last word is seq. */
+#define MK_SUBMIT_PACKETS ((uint32_t)((sizeof(mk_submit) / 4 - 1 + 2) / 3))
+typedef struct mk_submit_packets {
+    alignas(64) uint32_t packet[11][4];
+} mk_submit_packets;
+static_assert(MK_SUBMIT_PACKETS == 11 && sizeof(mk_submit_packets) == 192, "a warp's lanes look at a packet each");
 
 enum mk_event_kind {
     MK_EV_TOKEN = 1,    /* token, logprob, position = where the token stands in the stream */
@@ -60,38 +99,32 @@ enum mk_reason {
     MK_DONE_ERROR = 5,    /* the step was aborted (watchdog) */
 };
 
-/* 64 bytes, one per token. Written by the device; seq last. */
+/* 64 bytes, one per token: four packets. Written by the device. */
 typedef struct mk_event {
-    uint32_t seq;
     uint16_t kind; /* enum mk_event_kind */
     uint16_t slot;
     uint32_t generation;
     uint32_t position;
+    uint32_t seq0;
     uint32_t token;
     float logprob;
     uint32_t reason;
+    uint32_t seq1;
     uint32_t arg;
     uint32_t tag;
     uint32_t step;
+    uint32_t seq2;
     uint64_t device_ns; /* device clock when the token was chosen */
-    uint32_t pad[4];
+    uint32_t pad;
+    uint32_t seq3;
 } mk_event;
-static_assert(sizeof(mk_event) == 64, "an event is 64 bytes");
+static_assert(sizeof(mk_event) == 64 && offsetof(mk_event, seq1) == 28 && offsetof(mk_event, device_ns) == 48, "an event is four packets");
 
-/* Sampling parameters. temperature 0 = greedy. top_k 0, top_p 1, min_p 0: off. Applied in the order temperature, top-k, top-p,
- * min-p, each renormalising; then inverse CDF in ascending id with Philox(seed, position). */
-typedef struct mk_sampling {
-    float temperature, top_p, min_p;
-    uint32_t top_k;
-    uint64_t seed;
-    uint64_t pad;
-} mk_sampling;
-
-/* A stream slot in the arena. Written by the host before the entry that refers to it (release), read by the device; `cancel` and
- * `credits` may change at any time. Page table and token log are separate arrays of the arena:
+/* A stream slot in the arena. Written by the host; the device reads the first packet, of which `cancel` and `credits` may change at any time, and of the rest what
+ * the slot's entries bring along. Page table and token log are separate arrays of the arena:
  *   page[slot * max_pages + i]: pool page of tokens [i*64, i*64+64);  token[slot * max_context + pos]. */
 typedef struct mk_slot {
-    uint32_t generation;
+    alignas(16) uint32_t generation;
     uint32_t cancel;      /* != 0: end what is running. The host clears it before it submits the slot's next entry */
     uint64_t credits;     /* tokens this slot's generations may publish in all, ever growing; ~0: no flow control */
     mk_sampling sampling;
@@ -103,7 +136,7 @@ typedef struct mk_slot {
     uint32_t pin_rows;    /* rows of each of its generating steps, 1..8; their ids are random (sampling.seed), the last one's choice is published */
     uint32_t pin_vocab;   /* those ids lie below it */
 } mk_slot;
-static_assert(sizeof(mk_slot) == 136, "slot layout");
+static_assert(sizeof(mk_slot) == 144 && offsetof(mk_slot, credits) == 8, "slot layout: one look brings generation, cancel, credits");
 
 enum {
     MK_ROW_LOGITS = 1,  /* the row needs logits */

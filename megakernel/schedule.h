@@ -6,12 +6,17 @@
  *
  * The state here belongs to the worker that runs SCHEDULE; rings and slots are shared with the host (megakernel/rings.h). What the host may change at any time
  * (entries of the submit ring, events taken, cancels, credits) is decided upon as of the last look: the twin looks when it composes; on a GPU, where a look
- * across the bus takes longer than deciding, a warp of its own looks all the time (instructions/schedule.cuh). What the host fixes with a submit entry
- * is copied when the entry is taken. */
+ * across the bus takes longer than deciding, a warp of its own looks all the time (instructions/schedule.cuh). Everything else that the host says comes with
+ * the entries; only tokens of long appends are looked up in the log, all of a step's at once.
+ *
+ * The host clears a slot's cancel word before it submits the slot's next entry, so a taken entry clears the word here: what an earlier look has seen is older than
+ * the entry. Later looks bring what the host has said since. */
 #ifndef MK_SCHEDULE_H
 #define MK_SCHEDULE_H
 
 #include "megakernel/rings.h"
+
+#include <string.h>
 
 #ifdef __CUDACC__
 #define MK_SCHED_FN __device__ static inline
@@ -21,50 +26,67 @@
 #define MK_SCHED_CALL static inline
 #endif
 
-/* Accesses to memory that the host shares. */
+/* Accesses to memory that the host, or the warp that looks, shares. */
 #ifdef __CUDA_ARCH__
-MK_SCHED_FN uint32_t mk_sys_load(const uint32_t *p)
+MK_SCHED_FN uint32_t mk_look_load(const uint32_t *p)
 {
     uint32_t v;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-MK_SCHED_FN uint64_t mk_sys_load64(const uint64_t *p)
+MK_SCHED_FN uint64_t mk_look_load64(const uint64_t *p)
 {
     uint64_t v;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.cta.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
-MK_SCHED_FN void mk_sys_store(uint32_t *p, uint32_t v)
+MK_SCHED_FN uint32_t mk_log_load(const uint32_t *p)
 {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+    uint32_t v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
 }
-/* The warp that looked has acquired what it saw; so has now this thread. Events go to a ring in device memory, which that warp passes on. */
+/* The host wrote the log before the entry, of which the warp that looks has seen every packet. */
 MK_SCHED_FN void mk_sched_acquire(void)
 {
-    __threadfence_system();
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
-MK_SCHED_FN void mk_event_store(uint32_t *p, uint32_t v)
+/* For other workers, before the step that needs it is published. */
+MK_SCHED_FN void mk_sched_release(void)
 {
-    *p = v;
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+/* Packets on their way to the host: nobody waits for them. */
+MK_SCHED_FN void mk_event_store(mk_event *to, const mk_event *e)
+{
+    const uint64_t *q = (const uint64_t *)e;
+#pragma unroll
+    for (uint32_t k = 0; k < sizeof *e / 16; k++)
+        asm volatile("{\n\t.reg .b128 v;\n\tmov.b128 v, {%1, %2};\n\tst.relaxed.sys.global.b128 [%0], v;\n\t}" ::"l"((uint64_t *)to + 2 * k), "l"(q[2 * k]), "l"(q[2 * k + 1])
+                     : "memory");
 }
 #else
-MK_SCHED_FN uint32_t mk_sys_load(const uint32_t *p)
+MK_SCHED_FN uint32_t mk_look_load(const uint32_t *p)
 {
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
-MK_SCHED_FN uint64_t mk_sys_load64(const uint64_t *p)
+MK_SCHED_FN uint64_t mk_look_load64(const uint64_t *p)
 {
     return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
-MK_SCHED_FN void mk_sys_store(uint32_t *p, uint32_t v)
+MK_SCHED_FN uint32_t mk_log_load(const uint32_t *p)
 {
-    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    return *p;
 }
 MK_SCHED_FN void mk_sched_acquire(void) {}
-MK_SCHED_FN void mk_event_store(uint32_t *p, uint32_t v)
+MK_SCHED_FN void mk_sched_release(void) {}
+MK_SCHED_FN void mk_event_store(mk_event *to, const mk_event *e)
 {
-    mk_sys_store(p, v);
+    uint32_t *q = (uint32_t *)to;
+    for (uint32_t k = 0; k < sizeof *e / 16; k++) {
+        memcpy(q + 4 * k, (const uint8_t *)e + 16 * k, 12);
+        __atomic_store_n(q + 4 * k + 3, e->seq0, __ATOMIC_RELEASE);
+    }
 }
 #endif
 
@@ -79,15 +101,17 @@ typedef struct mk_sched_slot {
     uint32_t generation, open;
     uint32_t pos;  /* tokens processed: the next row is for position pos */
     uint32_t len;  /* tokens known; pos <= len - 1 unless both are 0 */
-    uint32_t last; /* id of the token at len - 1, when it was generated here */
-    uint32_t last_pos;
+    /* tokens that need not be looked up in the log, by position */
+    uint32_t last, last_pos;           /* the newest one that was generated here, or the one that was pending when an append came */
+    uint32_t end, end_pos;             /* the newest append's last one */
+    uint32_t first_at, n_first, first[MK_SUBMIT_TOKENS]; /* an append's first ones */
     uint32_t n_append;
     mk_append_mark append[MK_MAX_APPENDS];
     uint32_t gen, gen_tag, left, produced; /* the running generation */
     uint32_t context, state_slot;          /* mk_slot's, as of OPEN */
     uint32_t greedy, n_stop, stop[MK_MAX_STOP]; /* mk_slot's, as of GENERATE; greedy: temperature 0 */
-    volatile uint32_t cancel;              /* mk_slot's, as of the last look */
-    volatile uint64_t credits;
+    uint32_t cancel;                       /* mk_slot's, as of the last look */
+    uint64_t credits;
     uint64_t published;                    /* tokens of all generations, against slot.credits */
     uint32_t pin, pin_rows, pin_vocab, pin_count; /* mk_slot's, as of OPEN; rows with random ids so far */
     uint64_t pin_seed;
@@ -95,12 +119,12 @@ typedef struct mk_sched_slot {
 
 typedef struct mk_sched {
     /* shared with the host */
-    mk_submit *submit;    /* [MK_SUBMIT_RING] */
+    mk_submit *submit;    /* [MK_SUBMIT_RING]; GPU: in device memory, where the looks put what they bring */
     mk_event *event;      /* [MK_EVENT_RING] */
-    uint32_t *event_read; /* events the host has taken */
-    volatile uint32_t submitted, taken; /* entries of the submit ring, events taken, as of the last look */
-    mk_slot *slot;
-    mk_sampling *sampling; /* [n_slots] GPU: a copy of the slots', as of GENERATE, for SAMPLE; NULL: it reads the slots */
+    uint32_t *event_read;       /* events the host has taken */
+    uint32_t submitted, taken;  /* entries of the submit ring, events taken, as of the last look */
+    const mk_slot *slot;
+    mk_sampling *sampling; /* [n_slots] GPU: of those that do not choose greedily, as of GENERATE, for SAMPLE; NULL: it reads the slots */
     const uint32_t *token;
     uint32_t max_context, n_slots;
     /* own */
@@ -111,8 +135,7 @@ typedef struct mk_sched {
     uint32_t rr;                      /* round-robin start among generating streams */
     uint32_t stop, step;
     uint32_t trace_tag, trace_steps, trace_at; /* the trace under way: its number, steps in all and so far */
-    uint32_t idle;    /* GPU: looks for work that found none */
-    uint32_t posted;  /* GPU: events that the courier may pass on */
+    uint32_t in_log;  /* of the next step's rows: bit r: its token, bit MK_MAX_ROWS + r: its target is still to be looked up */
     uint32_t hang, hang_step; /* fault injection: mk_step.hang of that step */
     uint32_t stalled; /* compose could not go on for want of event-ring space */
     mk_step next;
@@ -123,35 +146,41 @@ MK_SCHED_FN uint32_t mk_sched_event_room(const mk_sched *s)
     return MK_EVENT_RING - (s->event_next - s->taken);
 }
 
-/* The twin's look. The order matters: whoever takes an entry takes what the slot says then, and an older word must not overwrite that. */
+/* The twin's look, in two parts: the words come after the entries, so that they are as new as whatever has been taken. */
 MK_SCHED_FN void mk_sched_look(mk_sched *s)
+{
+    s->taken = mk_look_load(s->event_read);
+    while (s->submitted - s->submit_next < MK_SUBMIT_RING && mk_look_load(&s->submit[s->submitted % MK_SUBMIT_RING].seq) == s->submitted + 1) s->submitted++;
+}
+MK_SCHED_FN void mk_sched_look_words(mk_sched *s)
 {
     for (uint32_t k = 0; k < s->n_active; k++) {
         mk_sched_slot *t = &s->st[s->active[k]];
-        t->cancel = mk_sys_load(&s->slot[s->active[k]].cancel);
-        t->credits = mk_sys_load64(&s->slot[s->active[k]].credits);
+        t->cancel = mk_look_load(&s->slot[s->active[k]].cancel);
+        t->credits = mk_look_load64(&s->slot[s->active[k]].credits);
     }
-    s->taken = mk_sys_load(s->event_read);
-    while (s->submitted - s->submit_next < MK_SUBMIT_RING && mk_sys_load(&s->submit[s->submitted % MK_SUBMIT_RING].seq) == s->submitted + 1) s->submitted++;
 }
 
 MK_SCHED_CALL void mk_sched_emit(mk_sched *s, uint32_t slot, uint32_t kind, uint32_t position, uint32_t token, float logprob, uint32_t reason,
                          uint32_t arg, uint32_t tag, uint64_t now)
 {
-    mk_event *e = &s->event[s->event_next % MK_EVENT_RING];
-    e->kind = (uint16_t)kind;
-    e->slot = (uint16_t)slot;
-    e->generation = s->st[slot].generation;
-    e->position = position;
-    e->token = token;
-    e->logprob = logprob;
-    e->reason = reason;
-    e->arg = arg;
-    e->tag = tag;
-    e->step = s->step;
-    e->device_ns = now;
-    s->event_next++;
-    mk_event_store(&e->seq, s->event_next);
+    const uint32_t seq = s->event_next + 1;
+    mk_event e;
+    e.kind = (uint16_t)kind;
+    e.slot = (uint16_t)slot;
+    e.generation = s->st[slot].generation;
+    e.position = position;
+    e.token = token;
+    e.logprob = logprob;
+    e.reason = reason;
+    e.arg = arg;
+    e.tag = tag;
+    e.step = s->step;
+    e.device_ns = now;
+    e.pad = 0;
+    e.seq0 = e.seq1 = e.seq2 = e.seq3 = seq;
+    mk_event_store(&s->event[s->event_next % MK_EVENT_RING], &e);
+    s->event_next = seq;
 }
 
 /* Reports the appends that are through: all their tokens but the stream's last are processed. */
@@ -180,6 +209,8 @@ MK_SCHED_CALL void mk_sched_cancel(mk_sched *s, uint32_t slot, uint64_t now)
     mk_sched_slot *t = &s->st[slot];
     if (t->n_append) { /* tokens not yet processed are dropped; one stays pending */
         t->len = t->pos + 1;
+        t->n_first = 0;
+        t->end_pos = 0xffffffffu;
         mk_sched_appended(s, slot, MK_DONE_CANCELLED, now);
     }
     if (t->gen) mk_sched_done(s, slot, MK_DONE_CANCELLED, now);
@@ -219,15 +250,9 @@ MK_SCHED_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_
 MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint64_t now)
 {
     if (s->submitted == s->submit_next) return 0;
-    mk_sched_acquire();
-    const mk_submit entry = s->submit[s->submit_next % MK_SUBMIT_RING], *e = &entry; /* copies: one way across the bus, not one a field */
+    const mk_submit *e = &s->submit[s->submit_next % MK_SUBMIT_RING];
     uint32_t i = e->slot, op = e->op;
     mk_sched_slot *t = &s->st[i < s->n_slots ? i : 0];
-    const mk_slot slot = s->slot[i < s->n_slots ? i : 0];
-    if (i < s->n_slots) {
-        t->cancel = slot.cancel;
-        t->credits = slot.credits;
-    }
     if (op == MK_SUB_STOP) {
         s->stop = 1;
     } else if (op == MK_SUB_HANG) {
@@ -244,20 +269,34 @@ MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint64_t now)
         t->open = 1;
         t->generation = e->generation;
         t->pos = t->len = t->last = t->n_append = t->gen = t->produced = t->left = 0;
-        t->last_pos = 0xffffffffu;
+        t->last_pos = t->end_pos = 0xffffffffu;
         t->published = 0;
-        t->context = slot.context;
-        t->state_slot = slot.state_slot;
-        t->pin = slot.pin;
-        t->pin_rows = slot.pin_rows;
-        t->pin_vocab = slot.pin_vocab;
-        t->pin_seed = slot.sampling.seed;
+        t->n_first = t->cancel = 0;
+        t->credits = e->open.credits;
+        t->context = e->open.context;
+        t->state_slot = e->open.state_slot;
+        t->pin = e->open.pin;
+        t->pin_rows = e->open.pin_rows;
+        t->pin_vocab = e->open.pin_vocab;
+        t->pin_seed = e->open.seed;
         t->pin_count = 0;
     } else if (op == MK_SUB_APPEND) {
         if (t->n_append == MK_MAX_APPENDS) return 0;
         mk_append_mark *m = &t->append[t->n_append++];
+        t->cancel = 0;
         m->begin = t->len;
+        if (t->end_pos == t->pos) { /* pending */
+            t->last = t->end;
+            t->last_pos = t->end_pos;
+        }
+        if (t->n_append == 1) { /* of others, rows are to come first */
+            t->first_at = t->len;
+            t->n_first = e->append.n;
+            for (uint32_t k = 0; k < MK_SUBMIT_TOKENS; k++) t->first[k] = e->append.token[k];
+        }
         t->len += e->arg0;
+        t->end = e->append.last;
+        t->end_pos = e->append.n ? t->len - 1 : 0xffffffffu;
         m->end = t->len;
         m->tag = e->tag;
         m->flags = e->arg1;
@@ -267,13 +306,15 @@ MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint64_t now)
         t->gen_tag = e->tag;
         t->left = e->arg0;
         t->produced = 0;
-        t->greedy = !(slot.sampling.temperature > 0.0f);
-        if (s->sampling) {
-            s->sampling[i] = slot.sampling;
-            mk_sched_acquire(); /* and release: before the step that needs it is published */
+        t->cancel = 0;
+        t->credits = e->generate.credits;
+        t->greedy = !(e->generate.sampling.temperature > 0.0f);
+        if (s->sampling && !t->greedy) {
+            s->sampling[i] = e->generate.sampling;
+            mk_sched_release();
         }
-        t->n_stop = slot.n_stop < MK_MAX_STOP ? slot.n_stop : MK_MAX_STOP;
-        for (uint32_t k = 0; k < MK_MAX_STOP; k++) t->stop[k] = slot.stop[k];
+        t->n_stop = e->generate.n_stop;
+        for (uint32_t k = 0; k < t->n_stop; k++) t->stop[k] = e->generate.stop[k];
         if (t->left == 0)
             mk_sched_done(s, i, MK_DONE_LENGTH, now);
         else if (t->len == 0)
@@ -298,6 +339,7 @@ MK_SCHED_CALL void mk_sched_pinned(mk_sched *s, mk_step *d)
     mk_row first = d->row[d->nrows - 1];
     mk_sched_slot *t = &s->st[first.slot];
     d->nrows--;
+    s->in_log &= ~(1u << d->nrows);
     for (uint32_t k = 0; k < t->pin_rows; k++) {
         mk_row *row = &d->row[d->nrows++];
         uint64_t x = t->pin_seed + ++t->pin_count * 0x9e3779b97f4a7c15ull; /* splitmix64 */
@@ -321,7 +363,16 @@ MK_SCHED_CALL void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
     pos += ahead;
     row->slot = i;
     row->pos = t->pin ? t->pin - 1 + ahead : pos;
-    row->token = pos == t->last_pos ? t->last : s->token[(uint64_t)i * s->max_context + pos];
+    if (pos == t->last_pos) {
+        row->token = t->last;
+    } else if (pos == t->end_pos) {
+        row->token = t->end;
+    } else if (pos - t->first_at < t->n_first) {
+        row->token = t->first[pos - t->first_at];
+    } else {
+        row->token = pos;
+        s->in_log |= 1u << d->nrows;
+    }
     row->flags = pos == 0 ? MK_ROW_FIRST : 0;
     row->state_read = row->state_write = t->state_slot;
     row->target = 0;
@@ -332,11 +383,24 @@ MK_SCHED_CALL void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
         for (uint32_t k = 0; k < t->n_append; k++)
             if (pos + 1 >= t->append[k].begin && pos + 1 < t->append[k].end && (t->append[k].flags & MK_APPEND_LOGPROBS)) {
                 row->flags |= MK_ROW_LOGITS | MK_ROW_SCORE;
-                row->target = s->token[(uint64_t)i * s->max_context + pos + 1];
+                row->target = pos + 1;
+                s->in_log |= 1u << (MK_MAX_ROWS + d->nrows);
             }
     }
     if (row->flags & MK_ROW_LOGITS) d->any_logits = 1;
     d->nrows++;
+}
+
+/* Looks up the next step's tokens that are in the log only: rows have their positions in the stream instead. By `lanes` at once, of which this is one. */
+MK_SCHED_FN void mk_sched_look_up(mk_sched *s, uint32_t lane, uint32_t lanes)
+{
+    if (!s->in_log) return;
+    mk_sched_acquire();
+    for (uint32_t k = lane; k < 2 * MK_MAX_ROWS; k += lanes) {
+        mk_row *row = &s->next.row[k % MK_MAX_ROWS];
+        uint32_t *word = k < MK_MAX_ROWS ? &row->token : &row->target;
+        if (s->in_log >> k & 1) *word = mk_log_load(&s->token[(uint64_t)row->slot * s->max_context + *word]);
+    }
 }
 
 /* Composes the next step into s->next; nrows = 0 when there is nothing to do (s->stop: leave). Every row may yield up to
@@ -348,7 +412,7 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
     d->nrows = 0;
     d->any_logits = 0;
     d->trace = 0;
-    s->stalled = 0;
+    s->stalled = s->in_log = 0;
 #ifndef __CUDA_ARCH__
     mk_sched_look(s);
 #endif
@@ -363,9 +427,12 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
         }
         if (!mk_sched_take(s, now)) break;
     }
+#ifndef __CUDA_ARCH__
+    mk_sched_look_words(s);
+#endif
     for (uint32_t k = 0; k < s->n_active; k++) {
         uint32_t i = s->active[k];
-        if ((s->st[i].gen || s->st[i].n_append) && s->st[i].cancel) {
+        if ((s->st[i].gen || s->st[i].n_append) && mk_look_load(&s->st[i].cancel)) {
             if (mk_sched_event_room(s) < per) {
                 s->stalled = 1;
                 return;
@@ -381,7 +448,7 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
     for (uint32_t k = 0; k < s->n_active && d->nrows < rows; k++) {
         uint32_t a = (first + k) % s->n_active, i = s->active[a];
         mk_sched_slot *t = &s->st[i];
-        if (!t->gen || t->pos + 1 != t->len || t->published >= t->credits) continue;
+        if (!t->gen || t->pos + 1 != t->len || t->published >= mk_look_load64(&t->credits)) continue;
         if (t->pin && d->nrows + t->pin_rows > rows) continue;
         mk_sched_row(s, d, i);
         if (t->pin) mk_sched_pinned(s, d);
@@ -394,12 +461,15 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
         mk_sched_slot *t = &s->st[i];
         if (t->pos + 1 >= t->len) continue;
         uint32_t end = t->len - 1;
-        if (t->gen && t->published < t->credits) end = t->len;
+        if (t->gen && t->published < mk_look_load64(&t->credits)) end = t->len;
         for (uint32_t p = t->pos; p < end && d->nrows < rows; p++) mk_sched_row(s, d, i);
     }
     if (d->nrows && s->trace_at < s->trace_steps) d->trace = s->trace_tag << 16 | ++s->trace_at;
     d->hang = s->hang && s->step == s->hang_step ? s->hang : 0;
     d->seq = s->step;
+#ifndef __CUDA_ARCH__
+    mk_sched_look_up(s, 0, 1);
+#endif
 }
 
 #endif

@@ -23,8 +23,9 @@ parts = {
     "gpu": {"gpu.json": {"results": gpu}},
     "opcodes": {"opcodes.json": {"results": [{"opcode": o, "max_error": 1e-6, "tolerance": 2e-5, "result": "ok"} for o in ops], "cases": 97, "failed": 0, "skipped": 0, "negative_controls": 13, "missed": 0, "seed": 1}},
     "diff": {"diff.json": {"families": [{"family": f, "values": 9, "failed_values": 0, "free_failed_values": 0, "worst_error_over_tolerance": 0.1} for f in families], "negative_control": {"named": True}, "ok": True}},
-    "tear": {"tear.json": {"packet": {"packets": 10 ** 9, "loads_checked": 5, "torn": 0, "of_another_epoch": 0, "stream_tb_s": 4.5}, "control_halves": {"torn": 3}, "stream_alone_tb_s": 4.6, "ok": True}},
-    "latency": {"latency.json": {"begin_us": dict(dist), "token_us": dict(dist), "requests": 2000, "clock_error_us": 0.9}},
+    "tear": {"tear.json": {"packet": {"packets": 10 ** 9, "loads_checked": 5, "torn": 0, "of_another_epoch": 0, "stream_tb_s": 4.5}, "control_halves": {"torn": 3}, "stream_alone_tb_s": 4.6, "ok": True},
+             "bus.json": {"whole": {"packets_to_device": 10 ** 6, "packets_to_host": 10 ** 6, "torn_to_device": 0, "torn_to_host": 0}, "ok": True}},
+    "latency": {"latency.json": {"greedy_begin_us": dict(dist), "sampled_begin_us": dict(dist), "append_begin_us": dict(dist), "greedy_token_us": dict(dist), "requests": 2000, "clock_error_us": 0.9}},
     "trace": {"trace.json": {"ratio": 1.01, "every_instruction_once": True, "model": "m", "ok": True}},
     "residency": {"residency.json": {"resident_launches": [{}], "launches_ready_to_stop": 0, "tokens": 20000, "calls_not_allowed": {}, "calls_ready_to_stop": {"cuEventQuery": 1}},
                   "soak.json": {"seconds": 600.2, "clients": 8, "requests": 9, "exactly_one_done": 9, "cancels": 1, "clients_killed": 1, "pools_before": {"streams": 0, "pages": 0},
@@ -74,8 +75,8 @@ for part, file, path, value, rows in (
         ("gpu", "gpu.json", "results.1.family", "kimi_linear", [3]), ("tear", "tear.json", "packet.torn", 1, [4]), ("tear", "tear.json", "packet.packets", 10 ** 8, [4]), ("tear", "tear.json", "packet.stream_tb_s", 1.0, [4]),
         ("tear", "tear.json", "control_halves.torn", 0, [4]), ("gpu", "gpu.json", "results.18.differing_bits", 5, [5]), ("gpu", "gpu.json", "results.17.differing_bits", 5, [6]),
         ("residency", "soak.json", "seconds", 60, [7]), ("residency", "soak.json", "exactly_one_done", 8, [7]), ("residency", "soak.json", "pools_after.pages", 1, [7]), ("residency", "soak.json", "longest_gap_ms.client_clock", 51, [7]),
-        ("inject", "inject.jsonl", "1.ok", False, [8]), ("inject", "inject.jsonl", "0.client.hang_to_next_served_s", 5.1, [8]), ("latency", "latency.json", "begin_us.p50", 5.1, [9]),
-        ("latency", "latency.json", "begin_us.p99", 20.1, [9]), ("latency", "latency.json", "token_us.p50", 5.1, [10]), ("trace", "trace.json", "ratio", 1.03, [11]), ("trace", "trace.json", "ok", False, [11]),
+        ("inject", "inject.jsonl", "1.ok", False, [8]), ("inject", "inject.jsonl", "0.client.hang_to_next_served_s", 5.1, [8]), ("latency", "latency.json", "greedy_begin_us.p50", 5.1, [9]),
+        ("latency", "latency.json", "append_begin_us.p99", 20.1, [9]), ("latency", "latency.json", "greedy_token_us.p50", 5.1, [10]), ("tear", "bus.json", "ok", False, [4]), ("trace", "trace.json", "ratio", 1.03, [11]), ("trace", "trace.json", "ok", False, [11]),
         ("memcheck", "memcheck.json", "kernel.0.errors", None, [12]), ("racecheck", "racecheck.json", "kernel.0.warnings", 1, [12]), ("racecheck", "racecheck.json", "models.late.errors", 0, [12]),
         ("memcheck", "memcheck.json", "kernel", [], [12]), ("synth", "synth.json", "tokens", 999, [13])):
     p = copy.deepcopy(parts)

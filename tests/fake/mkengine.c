@@ -5,6 +5,7 @@
  * What a real device could not know is checked here on every step: pages of open slots are in the pool and belong to one slot. */
 #include "host/engine.h"
 #include "megakernel/schedule.h"
+#include "megakernel/submit.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -148,9 +149,9 @@ uint32_t *mk_engine_tokens(mk_engine *e, uint32_t slot)
 int mk_engine_submit(mk_engine *e, const mk_submit *s, mk_err *err)
 {
     if (e->submit_next - e->sched.submit_next >= e->submit_limit) return mk_fail(err, MK_E_CAPACITY, "the submit ring is full");
-    mk_submit *d = &e->submit[e->submit_next % MK_SUBMIT_RING];
-    *d = *s;
-    d->seq = ++e->submit_next;
+    mk_submit d = *s;
+    mk_submit_complete(&d, e->slot, e->slots);
+    mk_submit_put(e->submit, &d, ++e->submit_next);
     return MK_OK;
 }
 
@@ -166,7 +167,7 @@ uint32_t mk_engine_events(mk_engine *e, mk_event *ev, uint32_t n)
         ev[k++] = e->extra;
         e->extra.kind = 0;
     }
-    for (; k < n && e->event[e->event_read % MK_EVENT_RING].seq == e->event_read + 1; k++)
+    for (; k < n && mk_event_there(&e->event[e->event_read % MK_EVENT_RING], e->event_read + 1); k++)
         ev[k] = e->event[e->event_read++ % MK_EVENT_RING];
     if (k < n && e->hung) {
         fake_relaunch(e);

@@ -1,14 +1,16 @@
 /* How long the daemon's machine takes to begin and to tell: the machine of host/machine_gpu.c with its polling thread, no sockets, a stream that is asked for one
- * token at a time while the device is idle. Reports, in microseconds:
+ * token at a time while the device is idle. Three kinds of requests: "greedy" and "sampled" generate from what is there, "append" brings four tokens first
+ * (the entry of the append counts, the generation's follows it). Reports for each, in microseconds:
  *   begin   host writes the submit entry -> the first instruction of its step starts on some worker (the trace's record of it)
  *   token   SCHEDULE takes the time of a token and publishes it -> the polling thread has seen it
  *   whole   host writes the submit entry -> the polling thread has seen the token
  * The first two compare clocks: device time is mapped to CLOCK_MONOTONIC by the shortest of many round trips (clock.cu) before the launch and after the end, with a
  * straight line in between; "clock_error_us" is half that round trip.
- *   latency [-n REQUESTS (2000)] [-m MODEL]     prints one JSON object */
+ *   latency [-n REQUESTS of each kind (1000)] [-m MODEL]     prints one JSON object */
 #include "host/machine.h"
 #include "host/pack.h"
 #include "instructions/validate.h"
+#include "megakernel/submit.h"
 #include "ipc/mkctl.h"
 #include "megakernel/trace.h"
 #include "tests/gpu/clock.h"
@@ -21,7 +23,7 @@
 #include <unistd.h>
 
 #define CONTEXT 16384u
-#define MAX_N   8000u
+#define MAX_N   2000u
 
 static mk_err err;
 static mk_machine *m;
@@ -60,6 +62,9 @@ static mk_event await(uint32_t kind, uint32_t *place)
     }
 }
 
+enum { GREEDY, SAMPLED, APPEND, KINDS };
+static const char *const kind_name[] = {"greedy", "sampled", "append"};
+
 static void submit(mk_submit s)
 {
     if (m->ops->submit(m, &s, &err)) die("submitting");
@@ -71,16 +76,67 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-static void print(const char *name, double *v, uint32_t n)
+static void print(const char *kind, const char *name, double *v, uint32_t n)
 {
     qsort(v, n, sizeof *v, by_value);
-    printf("  \"%s_us\": {\"n\": %u, \"min\": %.2f, \"p50\": %.2f, \"p90\": %.2f, \"p99\": %.2f, \"max\": %.2f},\n", name, n, n ? v[0] : 0.0, n ? v[n / 2] : 0.0,
+    printf("  \"%s_%s_us\": {\"n\": %u, \"min\": %.2f, \"p50\": %.2f, \"p90\": %.2f, \"p99\": %.2f, \"max\": %.2f},\n", kind, name, n, n ? v[0] : 0.0, n ? v[n / 2] : 0.0,
            n ? v[n - 1 - n / 10] : 0.0, n ? v[n - 1 - n / 100] : 0.0, n ? v[n - 1] : 0.0);
+}
+
+static uint64_t written[KINDS * MAX_N], seen[KINDS * MAX_N], device[KINDS * MAX_N], began[KINDS * MAX_N];
+static double begin[MAX_N], token[MAX_N], whole[MAX_N];
+
+typedef struct run {
+    uint32_t traces, known, step; /* traces so far; tokens of the stream; number of the device's next step */
+    mk_trace_record *record;      /* [instructions] */
+    const mk_program *prog;
+} run;
+
+/* The first instruction's start in step k of the trace; 48 bits of the clock are in a record. 0: it has no record. */
+static uint64_t first_start(run *r, uint32_t k, uint64_t near)
+{
+    uint64_t least = ~0ull;
+    if (m->ops->trace(m, k, r->record, &err)) die("reading the trace");
+    for (uint32_t w = 0; w < r->prog->info.workers; w++) {
+        const mk_trace_record *q = &r->record[r->prog->queue[w]];
+        if (mk_trace_is(q, r->traces, k) && mk_trace_start(q) < least) least = mk_trace_start(q);
+    }
+    return least == ~0ull ? 0 : (near & ~0xffffffffffffull) | least;
+}
+
+/* Requests at..at + n - 1, traced: `steps` steps at most. */
+static void batch(run *r, uint32_t kind, uint32_t at, uint32_t n, uint32_t steps)
+{
+    static uint32_t first[MAX_N];
+    const uint32_t from = r->step;
+    submit((mk_submit){.op = MK_SUB_TRACE, .arg0 = steps, .arg1 = ++r->traces});
+    for (uint32_t i = at; i < at + n; i++) {
+        uint32_t place;
+        mk_submit s = {.op = MK_SUB_GENERATE, .generation = 1, .arg0 = 1}, more = {.op = MK_SUB_APPEND, .generation = 1, .arg0 = 4};
+        for (uint32_t k = 0; k < more.arg0 && kind == APPEND; k++) m->token[r->known + k] = k + 1;
+        mk_submit_tokens(&more, m->token + r->known);
+        usleep(100 + (unsigned)rand() % 900); /* idle, and in no step with anything */
+        for (uint32_t k = 0; k < 3; k++) __atomic_store_n(&m->seen_ns[(events + k) % MK_EVENT_RING], 0, __ATOMIC_RELAXED);
+        written[i] = now_ns();
+        if (kind == APPEND) submit(more);
+        submit(s);
+        mk_event ev = await(MK_EV_TOKEN, &place);
+        device[i] = ev.device_ns;
+        while (!(seen[i] = __atomic_load_n(&m->seen_ns[place], __ATOMIC_RELAXED))) {} /* this thread may have been faster */
+        await(MK_EV_DONE, NULL);
+        m->token[ev.position] = ev.token;
+        r->known = ev.position + 1;
+        first[i - at] = r->step;
+        r->step = ev.step + 1;
+    }
+    submit((mk_submit){.op = MK_SUB_TRACE}); /* what is left of it: not needed */
+    usleep(1000);
+    for (uint32_t i = at; i < at + n; i++) began[i] = first_start(r, first[i - at] - from, device[i]);
 }
 
 int main(int argc, char **argv)
 {
-    uint32_t n = 2000;
+    uint32_t n = 1000;
     const char *dir = "tests/oracle/kimi_linear";
     int c;
     while ((c = getopt(argc, argv, "n:m:")) != -1)
@@ -111,57 +167,38 @@ int main(int argc, char **argv)
     for (uint32_t i = 0; i < 4; i++) m->token[i] = i + 1;
     submit((mk_submit){.op = MK_SUB_OPEN, .generation = 1});
     submit((mk_submit){.op = MK_SUB_APPEND, .generation = 1, .arg0 = 4});
-    await(MK_EV_APPENDED, NULL);
+    const mk_event appended = await(MK_EV_APPENDED, NULL);
 
-    static uint64_t written[MAX_N], seen[MAX_N], device[MAX_N], began[MAX_N];
-    static double begin[MAX_N], token[MAX_N], whole[MAX_N];
-    uint32_t limit = mk_trace_limit(p->info.n_insn), traces = 0, first = 0, have = 0;
-    mk_trace_record *r = calloc(p->info.n_insn, sizeof *r);
+    const uint32_t limit = mk_trace_limit(p->info.n_insn);
+    run r = {.known = 4, .step = appended.step + 1, .record = calloc(p->info.n_insn, sizeof(mk_trace_record)), .prog = p};
     srand(1);
-    while (have < n) {
-        uint32_t steps = n - have < limit ? n - have : limit;
-        submit((mk_submit){.op = MK_SUB_TRACE, .arg0 = steps, .arg1 = ++traces});
-        first = have;
-        for (; have < first + steps; have++) {
-            uint32_t place;
-            usleep(100 + (unsigned)rand() % 900); /* idle, and in no step with anything */
-            mk_submit s = {.op = MK_SUB_GENERATE, .generation = 1, .arg0 = 1};
-            __atomic_store_n(&m->seen_ns[events % MK_EVENT_RING], 0, __ATOMIC_RELAXED);
-            written[have] = now_ns();
-            submit(s);
-            mk_event ev = await(MK_EV_TOKEN, &place);
-            device[have] = ev.device_ns;
-            while (!(seen[have] = __atomic_load_n(&m->seen_ns[place], __ATOMIC_RELAXED))) {} /* this thread may have been faster */
-            await(MK_EV_DONE, NULL);
-        }
-        await(MK_EV_TRACED, NULL);
-        usleep(1000);
-        for (uint32_t k = 0; k < steps; k++) {
-            if (m->ops->trace(m, k, r, &err)) die("reading the trace");
-            uint64_t least = ~0ull;
-            for (uint32_t w = 0; w < p->info.workers; w++) {
-                const mk_trace_record *q = &r[p->queue[w]];
-                if (mk_trace_is(q, traces, k) && mk_trace_start(q) < least) least = mk_trace_start(q);
-            }
-            /* 48 bits of it are in the record */
-            if (least != ~0ull) began[first + k] = (device[first + k] & ~0xffffffffffffull) | least;
+    for (uint32_t kind = 0; kind < KINDS; kind++) {
+        const uint32_t most = kind == APPEND ? limit / 2 : limit; /* requests a trace: the append and the generation may have a step each */
+        m->slot->sampling = (mk_sampling){.temperature = kind == SAMPLED ? 0.8f : 0, .top_p = 0.95f, .seed = 1};
+        for (uint32_t have = 0, some; have < n; have += some) {
+            some = n - have < most ? n - have : most;
+            batch(&r, kind, kind * MAX_N + have, some, limit);
         }
     }
     m->ops->destroy(m);
     if (mk_clock_measure(5000, &b)) die("measuring the clock");
-    uint32_t n_begin = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        double at = b.at > a.at ? ((double)seen[i] - (double)a.at) / ((double)b.at - (double)a.at) : 0;
-        double offset = (double)a.offset + at * (double)(b.offset - a.offset);
-        token[i] = ((double)(int64_t)(seen[i] - device[i]) - offset) * 1e-3;
-        whole[i] = (double)(seen[i] - written[i]) * 1e-3;
-        if (began[i]) begin[n_begin++] = ((double)(int64_t)(began[i] - written[i]) + offset) * 1e-3;
-    }
     printf("{\"test\": \"latency\", \"model\": \"%s\", \"device\": \"%u workers\", \"requests\": %u,\n", dir, p->info.workers, n);
-    print("begin", begin, n_begin);
-    print("token", token, n);
-    print("whole", whole, n);
-    int ok = n_begin == n && begin[n / 2] <= 5 && begin[n - 1 - n / 100] <= 20 && token[n / 2] <= 5;
+    int ok = 1;
+    for (uint32_t kind = 0; kind < KINDS; kind++) {
+        uint32_t n_begin = 0;
+        for (uint32_t k = 0; k < n; k++) {
+            uint32_t i = kind * MAX_N + k;
+            double at = b.at > a.at ? ((double)seen[i] - (double)a.at) / ((double)b.at - (double)a.at) : 0;
+            int64_t offset = a.offset + (int64_t)(at * (double)(b.offset - a.offset));
+            token[k] = (double)((int64_t)(seen[i] - device[i]) - offset) * 1e-3;
+            whole[k] = (double)(seen[i] - written[i]) * 1e-3;
+            if (began[i]) begin[n_begin++] = (double)((int64_t)(began[i] - written[i]) + offset) * 1e-3;
+        }
+        print(kind_name[kind], "begin", begin, n_begin);
+        print(kind_name[kind], "token", token, n);
+        print(kind_name[kind], "whole", whole, n);
+        ok &= n_begin == n && begin[n / 2] <= 5 && begin[n - 1 - n / 100] <= 20 && token[n / 2] <= 5;
+    }
     printf("  \"limits_us\": {\"begin_p50\": 5, \"begin_p99\": 20, \"token_p50\": 5}, \"clock_error_us\": %.2f, \"clock_trip_us\": [%.2f, %.2f], \"clock_tick_ns\": %llu, "
            "\"clock_drift_ppm\": %.3f, \"seconds\": %.1f, \"ok\": %s}\n",
            5e-4 * (double)(a.trip_ns > b.trip_ns ? a.trip_ns : b.trip_ns), 1e-3 * (double)a.trip_ns, 1e-3 * (double)b.trip_ns, (unsigned long long)b.tick_ns,

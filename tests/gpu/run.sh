@@ -33,7 +33,7 @@ part gpu 240 "$T/test_gpu"                                       # goldens, row 
 part opcodes 120 "$T/test_opcodes"                               # every opcode at tiny and real shapes
 part diff 240 bash tests/gpu/test_diff.sh                        # every family, instruction by instruction and in free runs
 part setup 120 "$T/test_setup"                                   # packing and derived weights on the GPU
-part tear 60 bash -c 'to tear.json "$T/tear"'                    # 10^9 packets under a full stream
+part tear 60 bash -c 'to bus.json "$T/bus"; to tear.json "$T/tear"' # packets across the bus; 10^9 packets under a full stream
 part latency 60 bash -c 'to latency.json "$T/latency"'           # idle to first instruction, token to polling thread
 part trace 120 bash tests/gpu/test_trace.sh                      # every instruction in it; what tracing costs
 SECONDS_SOAK=${SOAK:-60} part residency $((${SOAK:-60} + 90)) bash tests/gpu/test_residency.sh # launches and driver calls between READY and shutdown, over a soak

@@ -7,6 +7,7 @@
 #include "host/version.h"
 #include "instructions/validate.h"
 #include "megakernel/gpu.h"
+#include "megakernel/submit.h"
 #include "tests/support/rig.h"
 
 #include <math.h>
@@ -160,7 +161,7 @@ static void drain(machine *m)
 {
     for (;; m->event_next++) {
         mk_event *e = &m->ring.event[m->event_next % MK_EVENT_RING];
-        if (__atomic_load_n(&e->seq, __ATOMIC_ACQUIRE) != m->event_next + 1) break;
+        if (!mk_event_there(e, m->event_next + 1)) break;
         if (m->n_ev == m->cap_ev) {
             m->cap_ev = m->cap_ev ? 2 * m->cap_ev : 256;
             m->ev = realloc(m->ev, m->cap_ev * sizeof *m->ev);

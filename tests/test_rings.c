@@ -1,0 +1,418 @@
+/* The rings between host and SCHEDULE, and the rules of megakernel/schedule.h that rest on them. A scheduler without a machine: steps are composed, looked at and
+ * finished with made-up tokens. */
+#include "megakernel/schedule.h"
+#include "megakernel/submit.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <cmocka.h>
+#include <stdlib.h>
+
+#define SLOTS   3u
+#define CONTEXT 64u
+#define NOWHERE 0xdeadu /* what the log says where nobody may look */
+
+static struct {
+    mk_sched s;
+    mk_submit submit[MK_SUBMIT_RING];
+    mk_event event[MK_EVENT_RING];
+    uint32_t read, put, next;
+    mk_slot slot[SLOTS];
+    uint32_t token[SLOTS * CONTEXT];
+    mk_sched_slot st[SLOTS];
+    uint32_t active[SLOTS];
+} *g;
+
+static int setup(void **state)
+{
+    (void)state;
+    g = calloc(1, sizeof *g);
+    g->s = (mk_sched){.submit = g->submit, .event = g->event, .event_read = &g->read, .slot = g->slot, .token = g->token, .max_context = CONTEXT, .n_slots = SLOTS,
+                      .st = g->st, .active = g->active};
+    for (uint32_t i = 0; i < SLOTS * CONTEXT; i++) g->token[i] = NOWHERE;
+    return 0;
+}
+static int teardown(void **state)
+{
+    (void)state;
+    free(g);
+    return 0;
+}
+
+/* Put and at once forgotten: what the device needs of the slot is in the entry. */
+static void put(mk_submit e)
+{
+    mk_slot *s = &g->slot[e.slot], was = *s;
+    mk_submit_complete(&e, g->slot, SLOTS);
+    mk_submit_put(g->submit, &e, ++g->put);
+    memset(s, 0xee, sizeof *s);
+    s->generation = was.generation;
+    s->cancel = was.cancel;
+    s->credits = was.credits;
+}
+static void open_slot(uint32_t slot)
+{
+    g->slot[slot] = (mk_slot){.generation = 1, .credits = ~0ull, .context = CONTEXT, .state_slot = slot + 10};
+    put((mk_submit){.op = MK_SUB_OPEN, .slot = (uint16_t)slot, .generation = 1});
+}
+static void append(uint32_t slot, const uint32_t *t, uint32_t n, int along)
+{
+    mk_submit e = {.op = MK_SUB_APPEND, .slot = (uint16_t)slot, .generation = 1, .arg0 = n, .tag = 7};
+    if (along) mk_submit_tokens(&e, t);
+    put(e);
+}
+static void generate(uint32_t slot, uint32_t n)
+{
+    g->slot[slot].n_stop = 0;
+    g->slot[slot].sampling = (mk_sampling){.temperature = 0};
+    put((mk_submit){.op = MK_SUB_GENERATE, .slot = (uint16_t)slot, .generation = 1, .arg0 = n, .tag = 9});
+}
+static void compose(void) { mk_sched_compose(&g->s, 0); }
+
+/* The composed step has exactly these tokens. */
+static void rows(uint32_t n, const uint32_t *token)
+{
+    assert_int_equal(g->s.next.nrows, n);
+    for (uint32_t i = 0; i < n; i++) assert_int_equal(g->s.next.row[i].token, token[i]);
+}
+#define ROWS(...) rows(sizeof((uint32_t[]){__VA_ARGS__}) / 4, (uint32_t[]){__VA_ARGS__})
+
+/* The step yields `token` for every row. */
+static void finish(uint32_t token)
+{
+    uint32_t t[MK_MAX_ROWS];
+    float p[MK_MAX_ROWS] = {0};
+    for (uint32_t i = 0; i < MK_MAX_ROWS; i++) t[i] = token;
+    mk_sched_finish(&g->s, &g->s.next, t, p, 0);
+    g->s.step++;
+}
+/* Kind of the next event, 0: there is none. */
+static uint32_t event(mk_event *e)
+{
+    mk_event x;
+    if (!mk_event_there(&g->event[g->next % MK_EVENT_RING], g->next + 1)) return 0;
+    x = g->event[g->next++ % MK_EVENT_RING];
+    if (e) *e = x;
+    return x.kind;
+}
+
+/* ---- packets -------------------------------------------------------------------------------------------------------- */
+
+static mk_submit_packets packets[MK_SUBMIT_RING];
+
+/* As a warp of the device reads them: a packet a lane (instructions/schedule.cuh, mk_look). */
+static int fetch(uint32_t seq, mk_submit *e)
+{
+    uint32_t word[sizeof *e / 4] = {0};
+    for (uint32_t p = 0; p < MK_SUBMIT_PACKETS; p++) {
+        const uint32_t *q = packets[(seq - 1) % MK_SUBMIT_RING].packet[p];
+        if (q[3] != seq) return 0;
+        for (uint32_t k = 0; k < 3; k++) word[1 + 3 * p + k] = q[k];
+    }
+    memcpy(e, word, sizeof word);
+    return 1;
+}
+
+static void packed(void **state)
+{
+    (void)state;
+    mk_submit e, f;
+    memset(packets, 0, sizeof packets);
+    for (uint32_t seq = 1; seq < 3 * MK_SUBMIT_RING; seq++) { /* every word of its own */
+        uint32_t word[sizeof e / 4];
+        for (uint32_t k = 0; k < sizeof e / 4; k++) word[k] = seq * 100 + k;
+        memcpy(&e, word, sizeof e);
+        assert_false(fetch(seq, &f));
+        mk_submit_pack(packets, &e, seq);
+        assert_true(fetch(seq, &f));
+        assert_false(fetch(seq + MK_SUBMIT_RING, &f)); /* the same place a lap later */
+        assert_memory_equal((uint8_t *)&e + 4, (uint8_t *)&f + 4, sizeof e - 4);
+    }
+    /* any packet of another lap makes it none */
+    mk_submit_pack(packets, &e, 5);
+    for (uint32_t p = 0; p < MK_SUBMIT_PACKETS; p++) {
+        packets[4].packet[p][3] -= MK_SUBMIT_RING;
+        assert_false(fetch(5, &f));
+        packets[4].packet[p][3] += MK_SUBMIT_RING;
+    }
+    assert_true(fetch(5, &f));
+}
+
+static void completed(void **state)
+{
+    (void)state;
+    mk_slot slot[2] = {{0}, {.generation = 3, .credits = 77, .context = 40, .state_slot = 6, .pin = 9, .pin_rows = 2, .pin_vocab = 500, .n_stop = 99}};
+    slot[1].sampling = (mk_sampling){.temperature = 0.5f, .top_p = 0.9f, .min_p = 0.1f, .top_k = 4, .seed = 1ull << 40};
+    for (uint32_t k = 0; k < MK_MAX_STOP; k++) slot[1].stop[k] = 30 + k;
+    mk_submit e = {.op = MK_SUB_OPEN, .slot = 1};
+    mk_submit_complete(&e, slot, 2);
+    assert_true(e.open.credits == 77 && e.open.seed == 1ull << 40 && e.open.context == 40 && e.open.state_slot == 6 && e.open.pin == 9 && e.open.pin_rows == 2 && e.open.pin_vocab == 500);
+    e = (mk_submit){.op = MK_SUB_GENERATE, .slot = 1};
+    mk_submit_complete(&e, slot, 2);
+    assert_int_equal(e.generate.n_stop, MK_MAX_STOP);
+    assert_true(e.generate.credits == 77);
+    assert_memory_equal(&e.generate.sampling, &slot[1].sampling, sizeof e.generate.sampling);
+    assert_memory_equal(e.generate.stop, slot[1].stop, sizeof slot[1].stop);
+    e = (mk_submit){.op = MK_SUB_OPEN, .slot = 2}; /* no such slot */
+    mk_submit_complete(&e, slot, 2);
+    assert_int_equal(e.open.context, 0);
+}
+
+/* An event is there when all four packets are, whatever came first. */
+static void event_packets(void **state)
+{
+    (void)state;
+    mk_event ring[MK_EVENT_RING] = {0}, e = {.kind = MK_EV_TOKEN, .token = 5, .device_ns = 9, .seq0 = 1, .seq1 = 1, .seq2 = 1, .seq3 = 1};
+    for (uint32_t k = 0; k < 16; k++) { /* which of them are there */
+        ring[0] = e;
+        uint32_t *seq[] = {&ring[0].seq0, &ring[0].seq1, &ring[0].seq2, &ring[0].seq3};
+        for (uint32_t i = 0; i < 4; i++)
+            if (!(k >> i & 1)) *seq[i] = 1 - MK_EVENT_RING;
+        assert_int_equal(mk_event_there(&ring[0], 1), k == 15);
+    }
+    memset(ring, 0, sizeof ring);
+    mk_event_store(&ring[0], &e);
+    assert_memory_equal(&ring[0], &e, sizeof e);
+}
+
+/* ---- what comes with the entries ------------------------------------------------------------------------------------ */
+
+static void tokens_ride(void **state)
+{
+    (void)state;
+    open_slot(1);
+    append(1, (uint32_t[]){1, 2, 3, 4, 5}, 5, 1);
+    compose();
+    ROWS(1, 2, 3, 4);
+    assert_int_equal(g->s.in_log, 0);
+    assert_int_equal(g->s.next.row[0].state_read, 11);
+    finish(0);
+    assert_int_equal(event(NULL), MK_EV_APPENDED);
+    generate(1, 3);
+    compose();
+    ROWS(5); /* the last one was pending */
+    finish(50);
+    compose();
+    ROWS(50);
+    finish(51);
+    compose();
+    finish(52);
+    while (event(NULL)) {}
+    compose();
+    assert_int_equal(g->s.next.nrows, 0);
+    append(1, (uint32_t[]){6, 7}, 2, 1); /* behind a token that was generated */
+    compose();
+    ROWS(52, 6);
+    finish(0);
+    append(1, (uint32_t[]){8, 9, 10}, 3, 1); /* behind a token that came along */
+    compose();
+    ROWS(7, 8, 9);
+    finish(0);
+    append(1, (uint32_t[]){11}, 1, 0); /* in the log */
+    g->token[CONTEXT + 13] = 11;
+    compose();
+    ROWS(10);
+    finish(0);
+    generate(1, 1);
+    compose();
+    ROWS(11);
+}
+
+/* More tokens than an entry has: the first step needs no log, the others do; the last token never does. */
+static void long_append(void **state)
+{
+    (void)state;
+    uint32_t t[20];
+    for (uint32_t i = 0; i < 20; i++) t[i] = 100 + i;
+    open_slot(0);
+    append(0, t, 20, 1);
+    generate(0, 1);
+    compose();
+    ROWS(100, 101, 102, 103, 104, 105, 106, 107);
+    finish(0);
+    for (uint32_t i = 8; i < 19; i++) g->token[i] = t[i];
+    compose();
+    assert_int_equal(g->s.in_log, 0xff);
+    ROWS(108, 109, 110, 111, 112, 113, 114, 115);
+    finish(0);
+    compose();
+    ROWS(116, 117, 118, 119);
+    assert_int_equal(g->s.next.row[3].flags & MK_ROW_SAMPLE, MK_ROW_SAMPLE);
+}
+
+/* Several appends at once: the later ones' first tokens are in the log. */
+static void appends_queue(void **state)
+{
+    (void)state;
+    open_slot(0);
+    append(0, (uint32_t[]){1, 2}, 2, 1);
+    append(0, (uint32_t[]){3, 4, 5}, 3, 1);
+    append(0, (uint32_t[]){6}, 1, 1);
+    g->token[2] = 3, g->token[3] = 4, g->token[4] = 5;
+    generate(0, 1);
+    compose();
+    ROWS(1, 2, 3, 4, 5, 6);
+}
+
+/* Scores: targets come from the log. */
+static void targets(void **state)
+{
+    (void)state;
+    open_slot(2);
+    for (uint32_t i = 0; i < 5; i++) g->token[2 * CONTEXT + i] = 40 + i;
+    mk_submit e = {.op = MK_SUB_APPEND, .slot = 2, .generation = 1, .arg0 = 5, .arg1 = MK_APPEND_LOGPROBS};
+    mk_submit_tokens(&e, &g->token[2 * CONTEXT]);
+    put(e);
+    compose();
+    ROWS(40, 41, 42, 43);
+    for (uint32_t i = 0; i < 4; i++) assert_int_equal(g->s.next.row[i].target, 41 + i);
+}
+
+/* A pinned stream's ids are random and never looked up. */
+static void pinned(void **state)
+{
+    (void)state;
+    g->slot[0] = (mk_slot){.generation = 1, .credits = ~0ull, .context = CONTEXT, .pin = 30, .pin_rows = 3, .pin_vocab = 1000};
+    put((mk_submit){.op = MK_SUB_OPEN, .generation = 1});
+    append(0, (uint32_t[]){1}, 1, 0);
+    generate(0, 5);
+    compose();
+    assert_int_equal(g->s.next.nrows, 3);
+    assert_int_equal(g->s.in_log, 0);
+    for (uint32_t i = 0; i < 3; i++) assert_true(g->s.next.row[i].token < 1000 && g->s.next.row[i].pos == 29 + i);
+}
+
+/* ---- words that the host changes at any time ------------------------------------------------------------------------ */
+
+/* After a cancel the stream ends at its pending token; what had come along is forgotten, for other tokens stand there now. */
+static void cancelled_append(void **state)
+{
+    (void)state;
+    uint32_t t[12];
+    mk_event e;
+    for (uint32_t i = 0; i < 12; i++) t[i] = 100 + i;
+    open_slot(0);
+    append(0, t, 12, 1);
+    compose();
+    finish(0);
+    g->slot[0].cancel = 1;
+    for (uint32_t i = 0; i < 12; i++) g->token[i] = t[i]; /* the log has them all the time */
+    compose();
+    assert_int_equal(g->s.next.nrows, 0);
+    assert_int_equal(event(&e), MK_EV_APPENDED);
+    assert_true(e.reason == MK_DONE_CANCELLED && e.position == 9 && e.tag == 7);
+    g->slot[0].cancel = 0;
+    append(0, (uint32_t[]){200, 201, 202}, 3, 0);
+    g->token[9] = 200, g->token[10] = 201, g->token[11] = 202;
+    generate(0, 1);
+    compose();
+    ROWS(108, 200, 201, 202);
+}
+
+/* The same, and the stream goes on to where the forgotten last token stood. */
+static void cancelled_then_generated(void **state)
+{
+    (void)state;
+    uint32_t t[12];
+    for (uint32_t i = 0; i < 12; i++) t[i] = 100 + i;
+    open_slot(0);
+    append(0, t, 12, 1);
+    compose();
+    finish(0);
+    g->slot[0].cancel = 1;
+    compose();
+    g->slot[0].cancel = 0;
+    for (uint32_t i = 0; i < 9; i++) g->token[i] = t[i];
+    generate(0, 3);
+    compose();
+    ROWS(108);
+    for (uint32_t i = 0; i < 3; i++, compose()) finish(60 + i);
+    append(0, (uint32_t[]){7, 8}, 2, 1); /* behind position 11, where 62 is now */
+    compose();
+    ROWS(62, 7);
+}
+
+/* A word that an entry is newer than does not count: the courier's look may have brought both. */
+static void entry_clears_cancel(void **state)
+{
+    (void)state;
+    open_slot(0);
+    append(0, (uint32_t[]){1, 2}, 2, 1);
+    compose();
+    finish(0);
+    while (event(NULL)) {}
+    g->st[0].cancel = 1; /* as of before */
+    generate(0, 4);
+    mk_sched_look(&g->s);
+    assert_true(mk_sched_take(&g->s, 0));
+    assert_int_equal(g->st[0].cancel, 0);
+    g->st[0].cancel = 1;
+    append(0, (uint32_t[]){1}, 1, 1); /* nobody appends now; the rule is the same */
+    mk_sched_look(&g->s);
+    assert_true(mk_sched_take(&g->s, 0));
+    assert_int_equal(g->st[0].cancel, 0);
+    g->st[0].cancel = 1;
+    open_slot(0);
+    mk_sched_look(&g->s);
+    assert_true(mk_sched_take(&g->s, 0));
+    assert_int_equal(g->st[0].cancel, 0);
+    append(0, (uint32_t[]){1, 2}, 2, 1);
+    generate(0, 4);
+    compose();
+    while (event(NULL)) {}
+    ROWS(1, 2);
+    finish(60);
+    assert_int_equal(event(NULL), MK_EV_APPENDED);
+    assert_int_equal(event(NULL), MK_EV_TOKEN);
+    g->slot[0].cancel = 1; /* and one that is newer does */
+    compose();
+    assert_int_equal(event(NULL), MK_EV_DONE);
+    assert_int_equal(g->s.next.nrows, 0);
+}
+
+static void credits(void **state)
+{
+    (void)state;
+    open_slot(0);
+    append(0, (uint32_t[]){1}, 1, 1);
+    g->slot[0].credits = 1;
+    generate(0, 4);
+    compose();
+    ROWS(1);
+    finish(60);
+    compose();
+    assert_int_equal(g->s.next.nrows, 0);
+    g->slot[0].credits = 2;
+    compose();
+    ROWS(60);
+}
+
+/* Nothing is published that the host has no room for. */
+static void full_event_ring(void **state)
+{
+    (void)state;
+    open_slot(0);
+    append(0, (uint32_t[]){1}, 1, 1);
+    generate(0, 2 * MK_EVENT_RING);
+    g->slot[0].context = 0;
+    g->st[0].context = 1u << 30;
+    uint32_t steps = 0;
+    for (compose(); g->s.next.nrows; compose(), steps++) {
+        g->st[0].context = 1u << 30; /* the stream's budget is not what is tried */
+        finish(5);
+    }
+    assert_true(g->s.stalled && steps > MK_EVENT_RING - 16 && g->s.event_next <= MK_EVENT_RING);
+    while (event(NULL)) {}
+    g->read = g->next;
+    compose();
+    ROWS(5);
+}
+
+int main(void)
+{
+#define T(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
+    const struct CMUnitTest tests[] = {T(packed), T(completed), T(event_packets), T(tokens_ride), T(long_append), T(appends_queue), T(targets), T(pinned),
+                                       T(cancelled_append), T(cancelled_then_generated), T(entry_clears_cancel), T(credits), T(full_event_ring)};
+    return cmocka_run_group_tests_name("rings", tests, NULL, NULL);
+}
