@@ -12,7 +12,7 @@ static const struct mk_command commands[] = {
     {"stats", "", "the daemon's statistics as JSON", mkctl_stats},
     {"ping", "", "round trip to the daemon", mkctl_ping},
     {"trace", "", "what every worker did with its time in the next steps; a file for Perfetto", mkctl_trace},
-    {"inject", " hang|idle", "make a daemon of a debug build hang, to see it recover", mkctl_inject},
+    {"inject", " hang|idle|error", "break a daemon of a debug build, to see it recover", mkctl_inject},
     {"plan", " DIR|config.json|PRESET", "what a model costs on N workers; needs no weights", mkctl_plan},
     {"validate", " FILE", "prove or refuse a program file", mkctl_validate},
     {"diff", " [DIR]", "run two machines over one program and compare what they publish", mkctl_diff},

@@ -109,8 +109,10 @@ int mkctl_inject(int argc, char **argv)
     if (rc) return rc < 0 ? MK_OK : rc;
     if (n && !strcmp(what, "idle"))
         body.what = MK_WIRE_INJECT_IDLE;
+    else if (n && !strcmp(what, "error"))
+        body.what = MK_WIRE_INJECT_ERROR;
     else if (!n || strcmp(what, "hang"))
-        return mkctl_usage("inject: expected \"hang\" (a worker stops) or \"idle\" (SCHEDULE stops looking for work), found \"%s\"", n ? what : "");
+        return mkctl_usage("inject: expected \"hang\" (a worker stops), \"idle\" (SCHEDULE stops looking for work) or \"error\" (the GPU is lost), found \"%s\"", n ? what : "");
     mk_err err = {0};
     uint32_t steps = 0;
     mk_client *c = mk_client_new(dir, "mkctl inject", 5000, &err);

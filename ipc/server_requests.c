@@ -247,15 +247,17 @@ static void on_inject(mk_server *v, mk_server_client *c, const mk_wire_msg *m)
         else if (i->instruction >= p->queue[i->worker + 1] - p->queue[i->worker])
             mk_fail(&err, MK_E_WIRE, "instruction %u, worker %u has %u", i->instruction, i->worker, p->queue[i->worker + 1] - p->queue[i->worker]);
         s.arg0 = MK_HANG_AT(i->worker, i->instruction);
-    } else if (i->what != MK_WIRE_INJECT_IDLE || i->worker || i->instruction || i->after) {
-        mk_fail(&err, MK_E_WIRE, "what is %u, expected 1, or 2 with nothing else", i->what);
+    } else if ((i->what != MK_WIRE_INJECT_IDLE && i->what != MK_WIRE_INJECT_ERROR) || i->worker || i->instruction || i->after) {
+        mk_fail(&err, MK_E_WIRE, "what is %u, expected 1, or 2 or 3 with nothing else", i->what);
+    } else if (i->what == MK_WIRE_INJECT_ERROR) {
+        s.arg0 = MK_HANG_ERROR;
     }
     mk_wire_injected body = {.steps = (uint32_t)mk_engine_steps(v->e)};
     if (err.code || mk_engine_submit(v->e, &s, &err)) {
         answer_mk(v, c, m, &err);
         return;
     }
-    mk_server_say(v, MK_SERVER_WARN, "client \"%s\" has a hang injected", c->name);
+    mk_server_say(v, MK_SERVER_WARN, "client \"%s\" has a %s injected", c->name, i->what == MK_WIRE_INJECT_ERROR ? "device error" : "hang");
     mk_server_send(v, c, MK_WIRE_INJECTED, 0, m->h.request, &body, NULL);
 #else
     answer_err(v, c, m, MK_WIRE_E_UNSUPPORTED, "this daemon was built without fault injection (make DEBUG=1)");

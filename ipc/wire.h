@@ -283,7 +283,8 @@ typedef struct mk_wire_trace_records {
 } mk_wire_trace_records;
 
 /* Fault injection; refused unless the daemon was built for it. */
-enum { MK_WIRE_INJECT_HANG = 1, /* a worker stops before an instruction */ MK_WIRE_INJECT_IDLE = 2 /* SCHEDULE stops looking for work */ };
+enum { MK_WIRE_INJECT_HANG = 1, /* a worker stops before an instruction */ MK_WIRE_INJECT_IDLE = 2, /* SCHEDULE stops looking for work */
+       MK_WIRE_INJECT_ERROR = 3 /* the GPU is lost */ };
 typedef struct mk_wire_inject {
     uint32_t what, worker, instruction, after; /* after: steps from the next one */
 } mk_wire_inject;

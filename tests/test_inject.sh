@@ -15,9 +15,9 @@ start() { # mkd flags...
     exit 1
 }
 bad=0
-refused() { # mkd text: mkctl inject is refused with it
+refused() { # mkd text what...: mkctl inject is refused with it
     start "$1"
-    "$BUILD/mkctl" inject hang --socket-dir "$S" --worker 99 >"$S/said" 2>&1
+    "$BUILD/mkctl" inject "${@:3}" --socket-dir "$S" >"$S/said" 2>&1
     rc=$?
     if [ $rc = 8 ] && grep -q "$2" "$S/said"; then
         echo "ok - $1 refuses: $2"
@@ -28,8 +28,9 @@ refused() { # mkd text: mkctl inject is refused with it
     kill -TERM $P
     wait $P
 }
-refused mkd 'INJECT: this daemon was built without fault injection'
-refused tests/mkd-debug 'worker 99, there are 8'
+refused mkd 'INJECT: this daemon was built without fault injection' hang
+refused tests/mkd-debug 'worker 99, there are 8' hang --worker 99
+refused tests/mkd-debug 'the CPU twin has no GPU to lose' error
 
 # worker instruction after, or idle
 for at in '3 12 5' '7 0 0' idle; do

@@ -65,10 +65,9 @@ done
 
 # An illegal address: the process has lost its GPU. One line, the flight file, exit code 9; the supervisor starts a new daemon.
 S=$(mktemp -d)
-export MKD_INJECT_ERROR=0
 start --flight-dir "$S/../"
 touch "$S/before"
-timeout 20 "$CLIENT" "$S" 0 0 0 >"$S/client" 2>&1
+timeout 20 "$BUILD/mkctl" inject error --socket-dir "$S" >"$S/client" 2>&1
 ( sleep 20; kill -9 $P ) 2>/dev/null & K=$!
 wait $P
 mkd=$?
