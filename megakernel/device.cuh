@@ -35,7 +35,17 @@
 #define MK_RED_FLOATS     (2 * MK_WARPS * MK_MAX_ROWS * MK_RED_STRIDE)
 #define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
 #define MK_STEP_RING      8u
+#define MK_NEAR_SLOTS     8u /* streams that SCHEDULE keeps in shared memory */
 #define MK_STEP_PACKETS   ((uint32_t)((sizeof(mk_step) + 11) / 12))
+
+/* Packets of a step with so many rows: a short one is read sooner. One without rows has those of one row. */
+#define MK_ROW_PACKETS(n) ((uint32_t)((offsetof(mk_step, row) / 4 + (n) * (sizeof(mk_row) / 4) + 2) / 3))
+#ifdef __CUDACC__
+__host__ __device__ __forceinline__ static uint32_t mk_step_packets(uint32_t nrows)
+{
+    return MK_ROW_PACKETS(nrows > 1 ? nrows : 1u);
+}
+#endif
 
 /* One segment of a worker's static tape as its loader sees it. */
 typedef struct mk_tape_seg {
@@ -76,7 +86,8 @@ typedef struct mk_fault {
 } mk_fault;
 
 /* Words that SCHEDULE's worker writes and the host reads. */
-enum mk_beat { MK_BEAT_STEPS = 0, /* finished */ MK_BEAT_TAKEN = 1, /* submit entries */ MK_BEAT_IDLE = 2 /* looks for work that found none */ };
+enum mk_beat { MK_BEAT_STEPS = 0, /* finished */ MK_BEAT_TAKEN = 1, /* submit entries */ MK_BEAT_IDLE = 2, /* waits for work */
+               MK_BEAT_EVENTS = 3, /* emitted */ MK_BEAT_STREAMS = 4 /* open */ };
 #define MK_HEARTBEAT_BYTES 128u
 
 /* Where the workers meet to draw a token (instructions/sample.cuh); of nobody else's interest. */
@@ -112,9 +123,9 @@ typedef struct mk_gpu_args {
     uint8_t *local_image; /* [workers][local_bytes] LOCAL vectors, taken over at the start and given back at the end; NULL: neither */
     const mk_sampling *sampling; /* [slots] what SCHEDULE copied of the host's */
     const uint32_t *page; /* the device's copy of the page tables */
-    mk_sched *sched;
+    mk_sched *sched;      /* as it is at the start; the resident kernel then has it in shared memory */
     const mk_submit_packets *submit; /* pinned [MK_SUBMIT_RING] */
-    uint4 *step_ring;     /* [MK_STEP_RING][MK_STEP_PACKETS] packets */
+    uint4 *step_ring;     /* [MK_STEP_RING + 1][MK_STEP_PACKETS] packets; nobody reads the last ones */
     uint32_t *abort;
     uint32_t *position;   /* [workers] the instruction last fed: for the flight recorder */
     mk_fault *fault;      /* pinned */
@@ -178,6 +189,10 @@ typedef struct mk_shared {
     volatile uint32_t leave;     /* loaders, courier: stop */
     /* SCHEDULE's worker: what the courier has found; news counts up behind the rest. idle: counts SCHEDULE's waits for news */
     volatile uint32_t submitted, taken, news, idle;
+    alignas(16) mk_sched sched;
+    mk_sched_slot st[MK_NEAR_SLOTS]; /* where there are no more than that; else they are in device memory */
+    uint32_t active[MK_NEAR_SLOTS];
+    mk_submit near_entry;
     /* for the controller, who watches over the waits of hot loops */
     alignas(16) uint4 waiting[MK_WARPS]; /* packet that a warp waits for: wait + 1 (0: none), row, packet, what is there */
     volatile uint32_t current;           /* instructions begun * 2, less 1 while one is under way */

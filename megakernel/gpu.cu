@@ -46,6 +46,7 @@ struct mk_gpu {
     mk_submit *inbox; /* entries as the kernel has fetched them */
     mk_sampling *sampling;
     mk_sched_slot *st;
+    mk_sched_rest *rest;
     uint32_t *active, *pages;
     uint8_t *local; /* image of the LOCAL vectors: mk_gpu_once, else NULL */
     uint32_t max_pages;
@@ -386,8 +387,8 @@ static int allocate(mk_gpu *g, mk_err *err)
              (a->kv = (uint8_t *)device_memory(g, "KV cache", (uint64_t)i->kv_layers * i->kv_pages * i->kv_page_bytes, err)) &&
              (g->pages = (uint32_t *)device_memory(g, "page tables", 4ull * slots * g->max_pages, err)) &&
              (g->sched = (mk_sched *)device_memory(g, "schedule", sizeof(mk_sched), err)) &&
-             (g->st = (mk_sched_slot *)device_memory(g, "schedule", slots * (sizeof(mk_sched_slot) + 4), err)) &&
-             (a->step_ring = (uint4 *)device_memory(g, "step ring", steps, err)) &&
+             (g->st = (mk_sched_slot *)device_memory(g, "schedule", slots * (sizeof(mk_sched_slot) + sizeof(mk_sched_rest) + 4), err)) &&
+             (a->step_ring = (uint4 *)device_memory(g, "step ring", steps + MK_STEP_PACKETS * 16, err)) &&
              (a->trace = (uint4 *)device_memory(g, "trace", (uint64_t)mk_trace_limit(i->n_insn) * i->n_insn * sizeof(mk_trace_record), err)) &&
              (a->abort = (uint32_t *)device_memory(g, "abort word", 4, err)) &&
              (a->position = (uint32_t *)device_memory(g, "positions", 4ull * i->workers, err)) &&
@@ -402,7 +403,8 @@ static int allocate(mk_gpu *g, mk_err *err)
              (g->heartbeat = (uint32_t *)pinned_memory(g, "heartbeat", MK_HEARTBEAT_BYTES, err)) &&
              (g->bounce = (uint8_t *)pinned_memory(g, "transfers", MK_BOUNCE, err));
     if (!ok) return err ? err->code : MK_E_CAPACITY;
-    g->active = (uint32_t *)(g->st + slots);
+    g->rest = (mk_sched_rest *)(g->st + slots);
+    g->active = (uint32_t *)(g->rest + slots);
     a->page = g->pages;
     a->sched = g->sched;
     a->submit = g->submit;
@@ -563,6 +565,7 @@ static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
     s.max_context = g->cfg.context;
     s.n_slots = slots;
     s.st = g->st;
+    s.rest = g->rest;
     s.active = g->active;
     a->epoch0 = epoch0;
     g->submit_next = 0;
@@ -576,7 +579,7 @@ static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
         (e = cudaMemset(a->draw, 0, sizeof(mk_draws))) ||
         (e = cudaMemset(a->step_ring, 0, (size_t)MK_STEP_RING * MK_STEP_PACKETS * 16)) || (e = cudaMemset(a->abort, 0, 4)) ||
         (e = cudaMemset(a->position, 0, 4ull * g->prog->info.workers)) ||
-        (e = cudaMemset(g->st, 0, slots * (sizeof(mk_sched_slot) + 4))) || (e = cudaMemcpy(g->sched, &s, sizeof s, cudaMemcpyHostToDevice)) ||
+        (e = cudaMemset(g->st, 0, slots * (sizeof(mk_sched_slot) + sizeof(mk_sched_rest) + 4))) || (e = cudaMemcpy(g->sched, &s, sizeof s, cudaMemcpyHostToDevice)) ||
         (e = cudaDeviceSynchronize()))
         return cuda_fail(err, e, "starting the kernel");
     return MK_OK;
@@ -779,22 +782,22 @@ uint32_t mk_gpu_next_epoch(const mk_gpu *g)
 /* The descriptor of the step under way; of no rows when there is none: SCHEDULE has not published it. */
 static int read_step(mk_gpu *g, uint32_t steps, mk_step *step, mk_err *err)
 {
-    uint32_t q[MK_STEP_PACKETS * 4], *word = (uint32_t *)step;
+    uint32_t q[MK_STEP_PACKETS * 4] = {0}, *word = (uint32_t *)step;
     int rc = read_device(g, g->args.step_ring + (steps % MK_STEP_RING) * MK_STEP_PACKETS, q, sizeof q, err);
     memset(step, 0, sizeof *step);
-    for (uint32_t k = 0; k < MK_STEP_PACKETS && !rc; k++)
+    const uint32_t n = mk_step_packets(q[1] < MK_MAX_ROWS ? q[1] : MK_MAX_ROWS);
+    for (uint32_t k = 0; k < n && !rc; k++)
         if (q[4 * k + 3] != steps + 1) {
             step->seq = steps;
             return rc;
         }
-    for (uint32_t k = 0; k < sizeof *step / 4 && !rc; k++) word[k] = q[k / 3 * 4 + k % 3];
+    for (uint32_t k = 0; k < 3 * n && k < sizeof *step / 4 && !rc; k++) word[k] = q[k / 3 * 4 + k % 3];
     return rc;
 }
 
 int mk_gpu_snapshot(mk_gpu *g, mk_snapshot *s, mk_err *err)
 {
     const mk_program_info *i = &g->prog->info;
-    mk_sched sched;
     memset(s, 0, sizeof *s);
     s->prog = g->prog;
     s->epoch0 = g->args.epoch0;
@@ -810,11 +813,11 @@ int mk_gpu_snapshot(mk_gpu *g, mk_snapshot *s, mk_err *err)
     int rc;
     if ((rc = read_device(g, g->args.exchange, s->exchange, i->exchange_bytes, err)) ||
         (rc = read_device(g, g->args.position, s->position, 4ull * i->workers, err)) ||
-        (rc = read_device(g, g->args.counter, s->counter, 4ull * i->n_counter, err)) || (rc = read_device(g, g->sched, &sched, sizeof sched, err)) ||
+        (rc = read_device(g, g->args.counter, s->counter, 4ull * i->n_counter, err)) ||
         (rc = read_step(g, s->steps, &s->step, err)))
         return rc;
-    s->published = sched.event_next;
-    s->streams = sched.n_active;
+    s->published = __atomic_load_n(&g->heartbeat[MK_BEAT_EVENTS], __ATOMIC_RELAXED);
+    s->streams = __atomic_load_n(&g->heartbeat[MK_BEAT_STREAMS], __ATOMIC_RELAXED);
     s->device_read = 1;
     /* The kernel may have given up meanwhile. */
     if (mk_gpu_fault(g, s->kernel, sizeof s->kernel) || mk_gpu_left(g)) s->live = 0;

@@ -112,7 +112,7 @@ MK_DEV bool schedules(const mk_gpu_args *a)
 MK_DEV void compute(const mk_gpu_args *a)
 {
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
-    if (!MK_ONE_STEP && threadIdx.x < 32 && schedules(a)) mk_schedule_next(a, threadIdx.x, true);
+    if (!MK_ONE_STEP && threadIdx.x < 32 && schedules(a)) mk_schedule_next(threadIdx.x, true);
 
     mk_phase_wait();
     mk_phase_carry(a, false);
@@ -147,23 +147,28 @@ MK_DEV void compute(const mk_gpu_args *a)
 MK_DEV bool step_receive(const mk_gpu_args *a, mk_shared *sh, uint32_t seq, uint32_t lane)
 {
     const uint4 *p = a->step_ring + (seq % MK_STEP_RING) * MK_STEP_PACKETS + lane;
-    uint32_t *word = (uint32_t *)&sh->step;
-    bool mine = lane < MK_STEP_PACKETS, leave = false;
-    uint4 q = make_uint4(0, 0, 0, seq + 1);
+    uint32_t *word = (uint32_t *)&sh->step, packets = mk_step_packets(1);
+    bool leave = false;
+    uint4 q = make_uint4(0, 0, 0, 0);
     for (uint32_t n = 0;; n++) {
-        if (mine) q = mk_packet_load(p);
-        if (__all_sync(0xffffffffu, q.w == seq + 1)) break;
+        if (lane < packets) q = mk_packet_load(p);
+        if (__all_sync(0xffffffffu, lane >= packets || q.w == seq + 1)) {
+            const uint32_t all = mk_step_packets(__shfl_sync(0xffffffffu, q.y, 0));
+            if (all <= packets) break;
+            packets = all;
+            continue;
+        }
         if ((n & 63) == 63) leave = mk_load_relaxed(a->abort) != 0;
         if (__any_sync(0xffffffffu, leave)) return false;
     }
     const uint32_t w[3] = {q.x, q.y, q.z};
 #pragma unroll
     for (uint32_t k = 0; k < 3; k++)
-        if (mine && 3 * lane + k < sizeof(mk_step) / 4) word[3 * lane + k] = w[k];
+        if (lane < packets && 3 * lane + k < sizeof(mk_step) / 4) word[3 * lane + k] = w[k];
     __syncwarp();
     return sh->step.nrows != 0;
 }
-static_assert(MK_STEP_PACKETS <= 32, "one packet a lane");
+static_assert(MK_STEP_PACKETS <= 32 && MK_STEP_PACKETS == MK_ROW_PACKETS(MK_MAX_ROWS) && offsetof(mk_step, nrows) == 4, "one packet a lane, the rows' number in the first");
 
 /* What the controller remembers of the instruction under way. */
 typedef struct mk_watch {
@@ -421,6 +426,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         sh->trace.first = a.queue[blockIdx.x];
         memset(sh->memo, 0, sizeof sh->memo);
         sh->args = a;
+        mk_schedule_begin(&a, sh);
     }
     for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 16; i += MK_THREADS) ((uint4 *)sh->vec)[i] = ((const uint4 *)a.vec)[i];
     for (uint32_t i = threadIdx.x; i < (a.n_start + 7) / 8; i += MK_THREADS) ((uint4 *)sh->start)[i] = ((const uint4 *)a.start)[i]; /* memory comes in pieces of 256 bytes */

@@ -31,13 +31,13 @@
 MK_SCHED_FN uint32_t mk_look_load(const uint32_t *p)
 {
     uint32_t v;
-    asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.cta.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 MK_SCHED_FN uint64_t mk_look_load64(const uint64_t *p)
 {
     uint64_t v;
-    asm volatile("ld.relaxed.cta.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.cta.u64 %0, [%1];" : "=l"(v) : "l"(p));
     return v;
 }
 MK_SCHED_FN uint32_t mk_log_load(const uint32_t *p)
@@ -55,6 +55,11 @@ MK_SCHED_FN void mk_sched_acquire(void)
 MK_SCHED_FN void mk_sched_release(void)
 {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+/* From here on the entry may be overwritten. */
+MK_SCHED_FN void mk_sched_taken(void)
+{
+    asm volatile("" ::: "memory");
 }
 /* Packets on their way to the host: nobody waits for them. */
 MK_SCHED_FN void mk_event_store(mk_event *to, const mk_event *e)
@@ -80,6 +85,7 @@ MK_SCHED_FN uint32_t mk_log_load(const uint32_t *p)
 }
 MK_SCHED_FN void mk_sched_acquire(void) {}
 MK_SCHED_FN void mk_sched_release(void) {}
+MK_SCHED_FN void mk_sched_taken(void) {}
 MK_SCHED_FN void mk_event_store(mk_event *to, const mk_event *e)
 {
     uint32_t *q = (uint32_t *)to;
@@ -90,11 +96,18 @@ MK_SCHED_FN void mk_event_store(mk_event *to, const mk_event *e)
 }
 #endif
 
+/* Of a slot, what is looked at in few steps. */
 typedef struct mk_append_mark {
     uint32_t end; /* stream length once it is through */
     uint32_t begin;
     uint32_t tag, flags;
 } mk_append_mark;
+
+typedef struct mk_sched_rest {
+    mk_append_mark append[MK_MAX_APPENDS];
+    uint32_t stop[MK_MAX_STOP];
+    uint32_t first[MK_SUBMIT_TOKENS];
+} mk_sched_rest;
 
 /* What SCHEDULE knows of a slot. */
 typedef struct mk_sched_slot {
@@ -104,12 +117,11 @@ typedef struct mk_sched_slot {
     /* tokens that need not be looked up in the log, by position */
     uint32_t last, last_pos;           /* the newest one that was generated here, or the one that was pending when an append came */
     uint32_t end, end_pos;             /* the newest append's last one */
-    uint32_t first_at, n_first, first[MK_SUBMIT_TOKENS]; /* an append's first ones */
+    uint32_t first_at, n_first;        /* an append's first ones: mk_sched_rest.first */
     uint32_t n_append;
-    mk_append_mark append[MK_MAX_APPENDS];
     uint32_t gen, gen_tag, left, produced; /* the running generation */
     uint32_t context, state_slot;          /* mk_slot's, as of OPEN */
-    uint32_t greedy, n_stop, stop[MK_MAX_STOP]; /* mk_slot's, as of GENERATE; greedy: temperature 0 */
+    uint32_t greedy, n_stop;               /* mk_slot's, as of GENERATE; greedy: temperature 0 */
     uint32_t cancel;                       /* mk_slot's, as of the last look */
     uint64_t credits;
     uint64_t published;                    /* tokens of all generations, against slot.credits */
@@ -120,6 +132,7 @@ typedef struct mk_sched_slot {
 typedef struct mk_sched {
     /* shared with the host */
     mk_submit *submit;    /* [MK_SUBMIT_RING]; GPU: in device memory, where the looks put what they bring */
+    const mk_submit *near; /* GPU: the newest entry once more, in shared memory, if it could be put there; else NULL */
     mk_event *event;      /* [MK_EVENT_RING] */
     uint32_t *event_read;       /* events the host has taken */
     uint32_t submitted, taken;  /* entries of the submit ring, events taken, as of the last look */
@@ -129,6 +142,7 @@ typedef struct mk_sched {
     uint32_t max_context, n_slots;
     /* own */
     mk_sched_slot *st;  /* [n_slots] */
+    mk_sched_rest *rest; /* [n_slots] */
     uint32_t *active;   /* [n_slots] open slots, oldest first */
     uint32_t n_active;
     uint32_t submit_next, event_next; /* sequence numbers, wrap */
@@ -188,12 +202,13 @@ MK_SCHED_CALL void mk_sched_appended(mk_sched *s, uint32_t slot, uint32_t reason
 {
     mk_sched_slot *t = &s->st[slot];
     uint32_t k = 0;
-    while (k < t->n_append && (t->pos + 1 >= t->append[k].end || reason == MK_DONE_CANCELLED)) {
-        uint32_t end = t->append[k].end < t->len ? t->append[k].end : t->len;
-        mk_sched_emit(s, slot, MK_EV_APPENDED, end, 0, 0.0f, reason, 0, t->append[k].tag, now);
+    mk_append_mark *append = s->rest[slot].append;
+    while (k < t->n_append && (t->pos + 1 >= append[k].end || reason == MK_DONE_CANCELLED)) {
+        uint32_t end = append[k].end < t->len ? append[k].end : t->len;
+        mk_sched_emit(s, slot, MK_EV_APPENDED, end, 0, 0.0f, reason, 0, append[k].tag, now);
         k++;
     }
-    for (uint32_t i = k; i < t->n_append; i++) t->append[i - k] = t->append[i];
+    for (uint32_t i = k; i < t->n_append; i++) append[i - k] = append[i];
     t->n_append -= k;
 }
 
@@ -225,7 +240,7 @@ MK_SCHED_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_
         if (row->flags & MK_ROW_EXTRA) continue;
         t->pos++; /* = row->pos + 1, if the stream is not pinned */
         if (row->flags & MK_ROW_SCORE)
-            mk_sched_emit(s, row->slot, MK_EV_LOGPROB, row->pos + 1, row->target, logprob[r], 0, 0, t->append[0].tag, now);
+            mk_sched_emit(s, row->slot, MK_EV_LOGPROB, row->pos + 1, row->target, logprob[r], 0, 0, s->rest[row->slot].append[0].tag, now);
         if (t->n_append) mk_sched_appended(s, row->slot, 0, now);
         if (row->flags & MK_ROW_SAMPLE) {
             t->last = token[r];
@@ -235,7 +250,7 @@ MK_SCHED_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_
             t->left--;
             mk_sched_emit(s, row->slot, MK_EV_TOKEN, t->last_pos, token[r], logprob[r], 0, t->produced, t->gen_tag, now);
             uint32_t stop = 0;
-            for (uint32_t i = 0; i < t->n_stop; i++) stop |= t->stop[i] == token[r];
+            for (uint32_t i = 0; i < t->n_stop; i++) stop |= s->rest[row->slot].stop[i] == token[r];
             if (stop)
                 mk_sched_done(s, row->slot, MK_DONE_STOP, now);
             else if (t->left == 0)
@@ -247,10 +262,13 @@ MK_SCHED_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_
 }
 
 /* Takes one entry of the submit ring; returns 0 when there is none or it has to wait. */
-MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint64_t now)
+MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
 {
     if (s->submitted == s->submit_next) return 0;
     const mk_submit *e = &s->submit[s->submit_next % MK_SUBMIT_RING];
+#ifdef __CUDA_ARCH__
+    if (s->near && s->near->seq == s->submit_next + 1) e = s->near;
+#endif
     uint32_t i = e->slot, op = e->op;
     mk_sched_slot *t = &s->st[i < s->n_slots ? i : 0];
     if (op == MK_SUB_STOP) {
@@ -282,7 +300,7 @@ MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint64_t now)
         t->pin_count = 0;
     } else if (op == MK_SUB_APPEND) {
         if (t->n_append == MK_MAX_APPENDS) return 0;
-        mk_append_mark *m = &t->append[t->n_append++];
+        mk_append_mark *m = &s->rest[i].append[t->n_append++];
         t->cancel = 0;
         m->begin = t->len;
         if (t->end_pos == t->pos) { /* pending */
@@ -292,7 +310,7 @@ MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint64_t now)
         if (t->n_append == 1) { /* of others, rows are to come first */
             t->first_at = t->len;
             t->n_first = e->append.n;
-            for (uint32_t k = 0; k < MK_SUBMIT_TOKENS; k++) t->first[k] = e->append.token[k];
+            for (uint32_t k = 0; k < MK_SUBMIT_TOKENS; k++) s->rest[i].first[k] = e->append.token[k];
         }
         t->len += e->arg0;
         t->end = e->append.last;
@@ -314,7 +332,7 @@ MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint64_t now)
             mk_sched_release();
         }
         t->n_stop = e->generate.n_stop;
-        for (uint32_t k = 0; k < t->n_stop; k++) t->stop[k] = e->generate.stop[k];
+        for (uint32_t k = 0; k < t->n_stop; k++) s->rest[i].stop[k] = e->generate.stop[k];
         if (t->left == 0)
             mk_sched_done(s, i, MK_DONE_LENGTH, now);
         else if (t->len == 0)
@@ -329,6 +347,7 @@ MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint64_t now)
         while (s->active[k] != i) k++;
         for (s->n_active--; k < s->n_active; k++) s->active[k] = s->active[k + 1];
     }
+    mk_sched_taken();
     s->submit_next++;
     return 1;
 }
@@ -354,7 +373,7 @@ MK_SCHED_CALL void mk_sched_pinned(mk_sched *s, mk_step *d)
 }
 
 /* Adds the row for position `pos` of slot i. */
-MK_SCHED_CALL void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
+MK_SCHED_FN void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
 {
     mk_sched_slot *t = &s->st[i];
     mk_row *row = &d->row[d->nrows];
@@ -368,7 +387,7 @@ MK_SCHED_CALL void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
     } else if (pos == t->end_pos) {
         row->token = t->end;
     } else if (pos - t->first_at < t->n_first) {
-        row->token = t->first[pos - t->first_at];
+        row->token = s->rest[i].first[pos - t->first_at];
     } else {
         row->token = pos;
         s->in_log |= 1u << d->nrows;
@@ -380,8 +399,9 @@ MK_SCHED_CALL void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
     if (pos + 1 == t->len) {
         row->flags |= MK_ROW_LOGITS | MK_ROW_SAMPLE | (t->greedy ? MK_ROW_GREEDY : 0);
     } else {
+        const mk_append_mark *append = s->rest[i].append;
         for (uint32_t k = 0; k < t->n_append; k++)
-            if (pos + 1 >= t->append[k].begin && pos + 1 < t->append[k].end && (t->append[k].flags & MK_APPEND_LOGPROBS)) {
+            if (pos + 1 >= append[k].begin && pos + 1 < append[k].end && (append[k].flags & MK_APPEND_LOGPROBS)) {
                 row->flags |= MK_ROW_LOGITS | MK_ROW_SCORE;
                 row->target = pos + 1;
                 s->in_log |= 1u << (MK_MAX_ROWS + d->nrows);

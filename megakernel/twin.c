@@ -71,7 +71,7 @@ int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **out, m
         !(m->local = region(t, "local", (uint64_t)i->workers * i->local_bytes, err)) ||
         !(m->state = region(t, "state", (uint64_t)i->state_slots * i->state_slot_bytes, err)) ||
         !(m->kv = region(t, "KV cache", (uint64_t)i->kv_layers * i->kv_pages * i->kv_page_bytes, err)) ||
-        !(m->slot = region(t, "slot", (uint64_t)cfg->slots * (sizeof(mk_slot) + sizeof(mk_sched_slot) + 4), err)) ||
+        !(m->slot = region(t, "slot", (uint64_t)cfg->slots * (sizeof(mk_slot) + sizeof(mk_sched_slot) + sizeof(mk_sched_rest) + 4), err)) ||
         !(m->page = region(t, "page table", (uint64_t)cfg->slots * m->max_pages * 4, err)) ||
         !(m->token = region(t, "token log", (uint64_t)cfg->slots * cfg->context * 4, err)) ||
         !(s->submit = region(t, "ring", sizeof(mk_submit) * MK_SUBMIT_RING + sizeof(mk_event) * MK_EVENT_RING + 64, err)) ||
@@ -81,7 +81,8 @@ int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **out, m
         return err ? err->code : MK_E_CAPACITY;
     }
     s->st = (mk_sched_slot *)(m->slot + cfg->slots);
-    s->active = (uint32_t *)(s->st + cfg->slots);
+    s->rest = (mk_sched_rest *)(s->st + cfg->slots);
+    s->active = (uint32_t *)(s->rest + cfg->slots);
     s->event = (mk_event *)(s->submit + MK_SUBMIT_RING);
     s->event_read = (uint32_t *)(s->event + MK_EVENT_RING);
     s->slot = m->slot;
@@ -247,9 +248,9 @@ void mk_twin_restart(mk_twin *t)
     t->epoch0 += (was.step + 2) * MK_EPOCH_STRIDE;
     memset(was.submit, 0, sizeof(mk_submit) * MK_SUBMIT_RING);
     memset(was.event, 0, sizeof(mk_event) * MK_EVENT_RING);
-    memset(was.st, 0, was.n_slots * (sizeof *was.st + 4));
+    memset(was.st, 0, was.n_slots * (sizeof *was.st + sizeof *was.rest + 4));
     *was.event_read = 0;
     *s = (mk_sched){.submit = was.submit, .event = was.event, .event_read = was.event_read, .slot = was.slot, .token = was.token,
-                    .max_context = was.max_context, .n_slots = was.n_slots, .st = was.st, .active = was.active};
+                    .max_context = was.max_context, .n_slots = was.n_slots, .st = was.st, .rest = was.rest, .active = was.active};
     mk_exchange_reset(t->prog, &t->mem, t->epoch0);
 }

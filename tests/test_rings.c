@@ -21,6 +21,7 @@ static struct {
     mk_slot slot[SLOTS];
     uint32_t token[SLOTS * CONTEXT];
     mk_sched_slot st[SLOTS];
+    mk_sched_rest rest[SLOTS];
     uint32_t active[SLOTS];
 } *g;
 
@@ -29,7 +30,7 @@ static int setup(void **state)
     (void)state;
     g = calloc(1, sizeof *g);
     g->s = (mk_sched){.submit = g->submit, .event = g->event, .event_read = &g->read, .slot = g->slot, .token = g->token, .max_context = CONTEXT, .n_slots = SLOTS,
-                      .st = g->st, .active = g->active};
+                      .st = g->st, .rest = g->rest, .active = g->active};
     for (uint32_t i = 0; i < SLOTS * CONTEXT; i++) g->token[i] = NOWHERE;
     return 0;
 }

@@ -46,6 +46,7 @@ static mk_engine *fake_engine_new(uint32_t slots, uint32_t context, uint32_t pag
     s->max_context = context;
     s->n_slots = slots;
     s->st = calloc(slots, sizeof *s->st);
+    s->rest = calloc(slots, sizeof *s->rest);
     s->active = calloc(slots, sizeof *s->active);
     return e;
 }
@@ -89,7 +90,7 @@ static void fake_relaunch(mk_engine *e)
 {
     mk_sched *s = &e->sched;
     mk_sched fresh = {.submit = s->submit, .event = s->event, .event_read = s->event_read, .slot = s->slot, .token = s->token,
-                      .max_context = s->max_context, .n_slots = s->n_slots, .st = s->st, .active = s->active};
+                      .max_context = s->max_context, .n_slots = s->n_slots, .st = s->st, .rest = s->rest, .active = s->active};
     memset(s->st, 0, s->n_slots * sizeof *s->st);
     memset(e->submit, 0, sizeof e->submit);
     memset(e->event, 0, sizeof e->event);
@@ -106,6 +107,7 @@ void mk_engine_close(mk_engine **e)
     free((*e)->page_owner);
     free((*e)->slot);
     free((*e)->sched.st);
+    free((*e)->sched.rest);
     free((*e)->sched.active);
     free(*e);
     *e = NULL;
