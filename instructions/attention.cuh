@@ -1,21 +1,24 @@
 /* What MLA_PARTIAL and GQA_PARTIAL share on the device: up to 16 query heads over one split of a row's cache, on tensor cores.
  *
- * Queries lie in the staging area as mma fragments in bf16, a second plane (x - bf16(x)) beside those blocks of 32 values that bf16 does not hold exactly. Keys
- * and values go from L2 straight into fragments; a split's next pages are prefetched into L2 meanwhile. 128 tokens at a time:
- *   scores   a warp has eight tokens and all heads; up to 64 tokens: two warps, each with half of the values
- *   softmax  a running maximum a head (shared by atomic max: exact, so no order), p = exp(s - max) rounded to bf16, what was summed shrinks
- *   sums     a warp has 32 channels and all tokens; with fewer than 512 channels, several warps share a block of channels, 16 tokens in turn
- * sum p adds the same rounded p. The order of every sum is a function of the split alone. What the time goes into is waiting: whatever is read from L2 is asked for
- * before the barrier in front of its use, and a thread has few instructions. */
+ * A page of 64 tokens at a time. A warp reads, once, straight from L2 into registers, blocks of 32 channels of all its tokens: for MLA two blocks, which are keys and
+ * values, for GQA one of the keys and one of the values. With fewer channels several warps share a block, each with some of the tokens. All these loads are under way
+ * before the queries are there, and the next page's as soon as a register is free; a split's page after that is prefetched into L2.
+ *   scores   a warp's: of its channels alone, heads by eight (the right operand; tokens are the left one's rows), into shared memory
+ *   softmax  warp w has heads w and w + 8: adds the warps' scores, p = exp(s - max) rounded to bf16, a running maximum; sum p adds the same rounded p
+ *   sums     the registers, transposed, times p: a warp has its own channels
+ * Queries lie in the staging area in bf16, a second plane (x - bf16(x)) beside those blocks that bf16 does not hold exactly. Two barriers a page.
+ * The order of every sum is a function of the split alone. */
 #ifndef MK_ATTENTION_CUH
 #define MK_ATTENTION_CUH
 
 #include "instructions/matvec.cuh"
 
 #define MK_ATT_HEADS  16u
-#define MK_ATT_TOKENS (8u * MK_WARPS) /* at a time */
-#define MK_ATT_PAGES  256u /* of a split */
-#define MK_ATT_WAITER (MK_WARPS - 1)  /* the warp that waits for the cache while the others gather queries */
+#define MK_ATT_PAGES  256u             /* of a split */
+#define MK_ATT_LATENT (64u * MK_WARPS) /* channels of a latent at most: a warp has 64 */
+#define MK_ATT_VALUES (32u * MK_WARPS) /* channels of a GQA head */
+#define MK_ATT_P_WORDS 36u             /* of a head's probabilities: 32, and rows fall into different banks */
+static_assert(MK_PAGE == 64 && MK_WARPS == 8, "registers and lanes are dealt out for these");
 
 /* One work item. */
 typedef struct mk_att {
@@ -24,22 +27,24 @@ typedef struct mk_att {
     uint32_t value_off;         /* from a page's first key to its first value */
     uint32_t bytes;             /* from token to token */
     uint32_t span;              /* bytes of a page that are read, from key_off on */
-    uint32_t nk, nv;            /* values of a key, of a value: multiples of 8 */
+    uint32_t nk, nv;            /* values of a key, of a value: multiples of 8; of a latent: of 32 */
     uint32_t fine;              /* first block of 32 values of a query with a second plane */
     uint32_t heads, first, end; /* tokens [first, end) */
     float scale;
     float *dst;                 /* partial of the first head; the others follow */
 } mk_att;
 
-/* Shared memory: queries and their second plane in the staging area, the rest in the reduction tiles. */
+/* Shared memory: queries and their second plane in the staging area, scores behind them, this at the end of the reduction area. */
+#define MK_ATT_SCORES (MK_WARPS * MK_ATT_HEADS * MK_PAGE * 4) /* bytes: a warp's channels, head, token */
 typedef struct mk_att_shared {
-    alignas(16) uint8_t p[2 * MK_ATT_HEADS * MK_ATT_TOKENS]; /* bf16, as mma fragments: mk_att_fragment */
-    float4 half[MK_WARPS / 2][32];                           /* scores of the second half of the values */
-    uint32_t max[MK_ATT_HEADS];                              /* as an ordered integer */
-    uint32_t page[MK_ATT_PAGES];                             /* of the split */
+    alignas(16) uint32_t p[MK_ATT_HEADS][MK_ATT_P_WORDS]; /* bf16, two tokens a word */
+    float max[MK_ATT_HEADS], sum[MK_ATT_HEADS];           /* so far */
+    float shrink[MK_ATT_HEADS];                           /* what earlier pages' sums are multiplied with */
+    uint32_t page[MK_ATT_PAGES];                          /* of the split */
     mk_att item;
 } mk_att_shared;
-static_assert(sizeof(mk_att_shared) <= MK_RED_FLOATS * 4, "scratch fits the reduction tiles");
+#define MK_ATT_ROOM (MK_STAGING + MK_RED_FLOATS * 4 - (sizeof(mk_att_shared) + 15) / 16 * 16) /* before it */
+static_assert(offsetof(mk_shared, red) == offsetof(mk_shared, staging) + MK_STAGING, "one area");
 
 /* Bytes of a plane of queries in the staging area, and of both planes. */
 MK_BOTH uint32_t mk_att_plane_bytes(uint32_t blocks)
@@ -51,16 +56,20 @@ MK_BOTH uint32_t mk_att_query_bytes(uint32_t nk, uint32_t fine)
     return mk_att_plane_bytes(2 * ((nk + 31) / 32) - fine);
 }
 
-/* A matrix of 16 heads as the left operand of mma m16n8k16: 512 bytes are 16 columns, a lane's four registers side by side. Lane (g, l) has heads g and g + 8 and
- * four columns that follow each other, 4 l + j; so the right operand's lane needs four consecutive columns, too. Byte of head h, column 4 l + j: */
-MK_DEV uint32_t mk_att_fragment(uint32_t h, uint32_t l, uint32_t j)
+/* Of an item: what its queries are. */
+typedef struct mk_att_queries {
+    uint32_t nk, fine, two; /* more than eight heads */
+} mk_att_queries;
+
+MK_DEV mk_att_shared *mk_att_sh(mk_shared *sh)
 {
-    return (((h & 7) << 2 | l) << 4) + ((j & 2) << 2) + ((h & 8) >> 1) + ((j & 1) << 1);
+    return (mk_att_shared *)((uint8_t *)sh + offsetof(mk_shared, staging) + MK_ATT_ROOM);
 }
-/* Where value c of head h of a plane lies; an even c's neighbour follows it. Of lane l's eight values of a block, a k16 step has four. */
+/* A block of 32 values of 16 rows (heads) as two left operands of mma m16n8k16: 512 bytes each, a lane's four registers side by side. Lane (g, l) has values
+ * 8 l .. 8 l + 7 of rows g and g + 8, four of them in each operand. Where value c of row h of a plane lies; an even c's neighbour follows it. */
 MK_DEV uint8_t *mk_att_at(uint8_t *plane, uint32_t h, uint32_t c)
 {
-    return plane + (c >> 5) * 1024 + (c >> 2 & 1) * 512 + mk_att_fragment(h, c >> 3 & 3, c & 3);
+    return plane + (c >> 5) * 1024 + (c & 4) * 128 + ((h & 7) * 4 + (c >> 3 & 3)) * 16 + (c & 2) * 4 + (h & 8) / 2 + (c & 1) * 2;
 }
 MK_DEV uint32_t mk_pack_bf16(float lo, float hi)
 {
@@ -68,49 +77,68 @@ MK_DEV uint32_t mk_pack_bf16(float lo, float hi)
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
     return v;
 }
-/* Values c and c + 1 (c even) of head h, both planes. */
-MK_DEV void mk_att_put(uint8_t *q, uint32_t nk, uint32_t fine, uint32_t h, uint32_t c, float x, float y)
+/* Values c and c + 1 (c even) of head h, both planes. The second of up to eight heads is rows 8 to 15 of the first. */
+MK_DEV void mk_att_put(uint8_t *q, const mk_att_queries *x, uint32_t h, uint32_t c, float a, float b)
 {
-    const uint32_t hi = mk_pack_bf16(x, y);
+    const uint32_t hi = mk_pack_bf16(a, b), lo = mk_pack_bf16(__fadd_rn(a, -mk_bf16_value(hi & 0xffffu)), __fadd_rn(b, -__uint_as_float(hi & 0xffff0000u)));
     *(uint32_t *)mk_att_at(q, h, c) = hi;
-    if (c >= 32 * fine)
-        *(uint32_t *)mk_att_at(q + mk_att_plane_bytes((nk + 31) / 32), h, c - 32 * fine) =
-            mk_pack_bf16(__fadd_rn(x, -mk_bf16_value(hi & 0xffffu)), __fadd_rn(y, -__uint_as_float(hi & 0xffff0000u)));
+    if (c >= 32 * x->fine) *(uint32_t *)(!x->two ? mk_att_at(q, h + 8, c) : mk_att_at(q + mk_att_plane_bytes((x->nk + 31) / 32), h, c - 32 * x->fine)) = lo;
 }
 
-/* Values [first, first + n) of one row of wait `w` as f32 into shared memory, by thread `at` of `threads` (whole warps). */
-MK_CALL void mk_read_together(const mk_wait *w, uint32_t row, uint32_t first, uint32_t n, float *dst, uint32_t at, uint32_t threads)
+/* Values [first, first + n) of one row of wait k as f32 into shared memory, by thread `at` of `threads` (whole warps). It waits without a call: the registers hold a page. */
+MK_DEV void mk_read_together(const mk_dev *d, uint32_t k, uint32_t row, uint32_t first, uint32_t n, float *dst, uint32_t at, uint32_t threads)
 {
-    const mk_shared *sh = mk_sh();
-    const mk_gpu_args *a = &sh->args;
-    const mk_vec *v = &sh->vec[w->vec];
-    const uint16_t *start = sh->start + v->start_index + w->slice0;
-    const uint32_t seq = sh->step.seq, epoch = mk_epoch(a->epoch0, seq, w->pub), sp = v->slice_packets, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
-    const uint4 *base = (const uint4 *)(a->exchange + mk_packet_offset(v, mk_half(v, seq, w->pub), row, w->slice0));
-    const uint32_t s0 = mk_find_slice(start, w->nslice, first, threadIdx.x % 32), end = first + n;
+    const mk_wait *w = &d->in->wait[k];
+    const mk_vec *v = &d->sh->vec[w->vec];
+    const uint16_t *start = d->sh->start + v->start_index + w->slice0;
+    const uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
+    const uint4 *base = mk_wait_packets(d, w, v, row);
+    const uint32_t s0 = mk_find_slice(start, w->nslice, first, d->lane), end = first + n;
     const mk_divisor by = mk_div_by_slice(v);
 #pragma unroll 1
-    for (uint32_t i = at;; i += threads) {
-        const uint32_t s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
-        if (s >= w->nslice) break;
-        const uint32_t st = start[s], from = st + p * vpp, to = start[s + 1] < end ? start[s + 1] : end;
-        if (st >= end) break;
-        if (from >= to || from + vpp <= first) continue;
-        const uint4 x = mk_packet_wait(base + s * sp + p, w, row, s * sp + p, epoch);
-        const uint32_t word[3] = {x.x, x.y, x.z};
+    for (uint32_t i0 = at;; i0 += 2 * threads) {
+        uint4 x[2];
+        uint32_t from[2], to[2], index[2], more = 0, looks = 0;
 #pragma unroll
-        for (uint32_t k = 0; k < 6; k++) {
-            if (k >= vpp || from + k < first || from + k >= to) continue;
-            dst[from + k - first] = f32 ? __uint_as_float(word[k % 3]) : mk_bf16_value((word[k / 2] >> (16 * (k & 1))) & 0xffffu);
+        for (uint32_t j = 0; j < 2; j++) {
+            const uint32_t i = i0 + j * threads, s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
+            from[j] = to[j] = 0;
+            index[j] = s * sp + p;
+            x[j] = make_uint4(0, 0, 0, epoch); /* a variable that is not set on every path costs registers throughout the kernel */
+            if (s >= w->nslice || start[s] >= end) continue;
+            more = 1;
+            from[j] = start[s] + p * vpp;
+            to[j] = start[s + 1] < end ? start[s + 1] : end;
+            if (from[j] >= to[j] || from[j] + vpp <= first)
+                from[j] = to[j] = 0;
+            else
+                x[j] = mk_packet_load(base + index[j]);
+        }
+        if (!more) break;
+        while (x[0].w != epoch || x[1].w != epoch) {
+            const bool late = x[0].w != epoch;
+            if (!mk_still_waiting(++looks, k, row, late ? index[0] : index[1], late ? x[0].w : x[1].w)) break;
+            if (x[0].w != epoch) x[0] = mk_packet_load(base + index[0]);
+            if (x[1].w != epoch) x[1] = mk_packet_load(base + index[1]);
+        }
+        mk_waited(looks);
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) {
+            const uint32_t word[3] = {x[j].x, x[j].y, x[j].z};
+#pragma unroll
+            for (uint32_t e = 0; e < 6; e++) {
+                if (e >= vpp || from[j] + e < first || from[j] + e >= to[j]) continue;
+                dst[from[j] + e - first] = f32 ? __uint_as_float(word[e % 3]) : mk_bf16_value((word[e / 2] >> (16 * (e & 1))) & 0xffffu);
+            }
         }
     }
     __syncwarp();
 }
 
 /* Where the keys of a page lie. */
-MK_DEV const uint8_t *mk_att_page(const mk_gpu_args *a, const mk_att *x, uint32_t id)
+MK_DEV const uint8_t *mk_att_page(const mk_gpu_args *a, uint64_t key_off, uint32_t id)
 {
-    return a->kv + x->key_off + id * a->kv_page_bytes;
+    return a->kv + key_off + id * a->kv_page_bytes;
 }
 /* What is read of a page, on its way to L2. */
 MK_DEV void mk_att_prefetch(const uint8_t *page, uint32_t span)
@@ -125,215 +153,387 @@ MK_DEV float mk_exp2(float x)
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-/* Floats in the order of unsigned integers; 0 is below all of them. */
-MK_DEV uint32_t mk_ordered(float x)
+MK_DEV void mk_mma(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
 {
-    const uint32_t u = __float_as_uint(x);
-    return u ^ (u & 0x80000000u ? 0xffffffffu : 0x80000000u);
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-MK_DEV float mk_unordered(uint32_t k)
+/* Scores of 16 rows of queries and a tile of eight tokens over a block of 32 channels. A lane's 16 bytes of a key are channels 8 l .. 8 l + 7 of token g. */
+typedef struct mk_att_left {
+    uint4 x, y;
+} mk_att_left;
+MK_DEV mk_att_left mk_att_query(const uint8_t *q, uint32_t block)
 {
-    return __uint_as_float(k ^ (k & 0x80000000u ? 0x80000000u : 0xffffffffu));
+    const mk_att_left u = {*(const uint4 *)(q + block * 1024), *(const uint4 *)(q + block * 1024 + 512)};
+    return u;
 }
-MK_DEV void mk_mma4(float *c, uint4 a, uint32_t b0, uint32_t b1)
+MK_DEV void mk_att_dot(float *c, const mk_att_left *q, uint4 k)
 {
-    mk_mma(c, a.x, a.y, a.z, a.w, b0, b1);
+    mk_mma(c, q->x.x, q->x.y, q->x.z, q->x.w, k.x, k.y);
+    mk_mma(c, q->y.x, q->y.y, q->y.z, q->y.w, k.z, k.w);
+}
+/* An 8 x 8 matrix of bf16 of the warp, transposed: lane (g, l) has row g, columns 2 l and 2 l + 1. */
+MK_DEV uint32_t mk_turn(uint32_t x)
+{
+    uint32_t y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
 }
 
-/* Scores of eight tokens over blocks [b, end) of 32 values. A lane's 16 bytes of a key are its fragments of two k16 steps. */
-MK_DEV void mk_att_scores(const uint8_t *q, const mk_att *x, const uint8_t *key, uint32_t b, uint32_t end, uint32_t lane, float *c)
+/* What a warp does of a page. Lane (g, l) has channels 8 l .. 8 l + 7 of a block of token g of each tile of eight tokens. */
+typedef struct mk_att_share {
+    uint32_t warp, lane;
+    uint32_t log;          /* warps that share a block: 1 << log */
+    uint32_t block, turn;  /* first block of the warp; its place among those who share it */
+    uint32_t slot, slots;  /* of the scores: a slot for each warp with the same tokens */
+    uint32_t tiles, tile0; /* tiles of eight tokens, the first one */
+    uint32_t pair, rest;   /* MLA: the two tiles, among its own, of which the warp adds the scores of every other block from `rest` on, behind the values' */
+} mk_att_share;
+MK_DEV mk_att_share mk_att_deal(bool mla, uint32_t nv)
 {
-    constexpr int BATCH = 6; /* blocks in flight */
-    const uint32_t l = lane & 3, nk = x->nk, fine = x->fine;
-    const uint8_t *qf = q + mk_att_plane_bytes((nk + 31) / 32 - fine) + lane * 16; /* of block 0, had it a second plane */
-    float e[4] = {0, 0, 0, 0};
-    q += lane * 16;
-    key += l * 16;
-#pragma unroll 1
-    for (; b < end; b += BATCH) {
-        uint4 k[BATCH];
+    mk_att_share w;
+    uint32_t tid;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid)); /* computed where it is asked for, else it would take registers throughout */
+    const uint32_t warp = tid / 32, per = mla && nv > 32 * MK_WARPS ? 2 : 1;
+    w.lane = tid % 32;
+    w.warp = warp;
+    w.log = mla || nv > 128 ? 0 : nv > 64 ? 1 : 2;
+    w.slot = warp >> w.log;
+    w.slots = MK_WARPS >> w.log;
+    w.turn = warp & ((1u << w.log) - 1);
+    w.block = w.slot * per;
+    w.tiles = 8u >> w.log;
+    w.tile0 = w.turn * w.tiles;
+    w.pair = w.slot & (w.tiles / 2 - 1);
+    w.rest = w.slot / (w.tiles / 2);
+    return w;
+}
+
+/* One page's registers: of blocks `block` and block + 1 (MLA) or of the key's and the value's block (GQA), by tile; MLA: of the warp's first block of the rest, two tiles. */
+typedef struct mk_att_regs {
+    uint4 r[2][8];
+} mk_att_regs;
+
+/* Of the first block of the rest, the lane's 2 x 16 bytes wait in shared memory, where no other lane looks at them. */
+#define MK_ATT_REST  (MK_COMPUTE * 32)
+#define MK_ATT_PARAM 2048 /* in its place for GQA: parameters of a head */
+MK_DEV uint4 *mk_att_rest_at(mk_shared *sh)
+{
+    return (uint4 *)((uint8_t *)mk_att_sh(sh) - MK_ATT_REST) + threadIdx.x;
+}
+MK_DEV void mk_att_fetch(uint4 *to, const uint8_t *from, bool has)
+{
+    if (has)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(mk_smem(to)), "l"(from) : "memory");
+    else
+        *to = make_uint4(0, 0, 0, 0);
+}
+
+/* 16 bytes of token t of the page, from byte `at` of its values on; if there are none, *x stays. Beyond the last token: the last one's, p is zero there. */
+MK_DEV void mk_att_16(uint4 *x, const uint8_t *at, uint32_t t, uint32_t tokens, uint32_t bytes, bool has)
+{
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w)
+                 : "l"(at + min(t, tokens - 1) * bytes), "r"((uint32_t)has));
+}
+/* The lane's bytes of a token: of block i of the warp. The address is made here and kept. */
+template <bool MLA> MK_DEV const uint8_t *mk_att_block(const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t i, uint32_t l, bool *has)
+{
+    const uint32_t c = (MLA ? w->block + i : w->block) * 32 + 8 * l;
+    const uint32_t nv = x->nv;
+    *has = c < nv && !(MLA && i && nv <= 32 * MK_WARPS); /* a single block */
+    page += (MLA || !i ? 0 : x->value_off) + c * 2;
+    asm volatile("" : "+l"(page));
+    return page;
+}
+MK_DEV const uint8_t *mk_att_rest(const uint8_t *page, const volatile mk_att *x, uint32_t block, uint32_t l, bool *has)
+{
+    const uint32_t c = block * 32 + 8 * l;
+    *has = c < x->nk;
+    return page + c * 2;
+}
+template <bool MLA> MK_DEV void mk_att_load(mk_att_regs *m, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens, uint32_t lane)
+{
+    const uint32_t g = lane >> 2, l = lane & 3;
+    bool has;
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            k[i] = make_uint4(0, 0, 0, 0);
-            if (b + i < end && (b + i) * 32 + l * 8 < nk) k[i] = __ldcg((const uint4 *)(key + (b + i) * 64));
-        }
+    for (uint32_t i = 0; i < 2; i++) {
+        const uint8_t *at = mk_att_block<MLA>(page, x, w, i, l, &has);
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            if (b + i >= end) break;
-            const uint8_t *from = q + (b + i) * 1024;
-            mk_mma4(c, *(const uint4 *)from, k[i].x, k[i].y);
-            mk_mma4(e, *(const uint4 *)(from + 512), k[i].z, k[i].w);
-            if (b + i < fine) continue;
-            from = qf + (b + i) * 1024;
-            mk_mma4(c, *(const uint4 *)from, k[i].x, k[i].y);
-            mk_mma4(e, *(const uint4 *)(from + 512), k[i].z, k[i].w);
+        for (uint32_t j = 0; j < 8; j++) {
+            m->r[i][j] = make_uint4(0, 0, 0, 0);
+            mk_att_16(&m->r[i][j], at, (w->tile0 + j) * 8 + g, tokens, x->bytes, has && j < w->tiles);
         }
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++) c[i] = __fadd_rn(c[i], e[i]);
 }
-
-/* Four channels of 16 tokens [16 k, + 16), MK_ATT_DEEP times: a lane's are tokens 4 l .. 4 l + 3 of each 16, every `step` of them. Beyond the last token p is zero and the
- * value that of the last. */
-#define MK_ATT_DEEP 2
-MK_DEV void mk_att_values(uint2 (*w)[4], const mk_gpu_args *a, const mk_att *x, const uint32_t *page, uint32_t value, uint32_t tokens, uint32_t k, uint32_t step, uint32_t l)
+/* The rest, block `block`: into registers, or the first one ahead of time into shared memory. */
+MK_DEV void mk_att_load_rest(uint4 *to, const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t block, uint32_t tokens)
 {
+    bool has;
+    const uint8_t *at = mk_att_rest(page, x, block, w->lane & 3, &has);
 #pragma unroll
-    for (int n = 0; n < MK_ATT_DEEP; n++, k += step) {
-        if (k * 16 >= tokens) break;
-        const uint8_t *v = mk_att_page(a, x, page[k * 16 / MK_PAGE]) + value;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t t = min(k * 16 + 4 * l + i, tokens - 1);
-            w[n][i] = __ldcg((const uint2 *)(v + t % MK_PAGE * x->bytes));
-        }
+    for (uint32_t j = 0; j < 2; j++) {
+        to[j] = make_uint4(0, 0, 0, 0);
+        mk_att_16(&to[j], at, (2 * w->pair + j) * 8 + (w->lane >> 2), tokens, x->bytes, has);
     }
 }
-
-/* Item, queries and a maximum of 0 stand in shared memory; all compute threads call it. */
-MK_CALL void mk_attend(void)
+MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t tokens)
 {
-    mk_shared *sh = mk_sh();
-    mk_att_shared *s = (mk_att_shared *)sh->red;
-    const mk_att *x = &s->item;
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, l = lane & 3, heads = x->heads, nv = x->nv, end = x->end;
-    /* blocks of 32 channels, and warps that share one: a power of two up to 4 */
-    const uint32_t floats = nv + 4, log2_share = nv > 256 ? 0 : nv > 128 ? 1 : 2, share = 1u << log2_share;
-    const uint32_t block = warp >> log2_share, turn = warp & (share - 1), ch = block * 32 + 4 * g, blocks = (x->nk + 31) / 32, half = (blocks + 1) / 2;
-    const bool sums = block * 32 < nv;
-    const uint32_t value = x->value_off + (ch < nv ? ch : 0) * 2; /* channels beyond the last are computed, not stored */
-    float acc[4][4], sum[2] = {0, 0}, max[2] = {-INFINITY, -INFINITY};
+    bool has;
+    const uint8_t *at = mk_att_rest(page, x, x->nv / 32 + w->rest, w->lane & 3, &has);
 #pragma unroll
-    for (int j = 0; j < 4; j++) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0;
+    for (uint32_t j = 0; j < 2; j++)
+        mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, at + min((2 * w->pair + j) * 8 + (w->lane >> 2), tokens - 1) * x->bytes, has);
+}
+
+/* The item and its queries stand in shared memory, its first page in registers. NH: heads by eight. What the item says is read where it is needed: what does not fit the
+ * registers would come from L2. */
+template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
+{
+    constexpr uint32_t H = 8 * NH, NB = MLA ? 2 : 1; /* blocks of values */
+    mk_att_shared *s = mk_att_sh(sh);
+    const volatile mk_att *x = &s->item;
+    float acc[NB][2][NH][4];
+#pragma unroll
+    for (uint32_t n = 0; n < NH; n++)
+#pragma unroll
+        for (uint32_t i = 0; i < NB; i++)
+#pragma unroll
+            for (uint32_t k = 0; k < 8; k++) acc[i][k / 4][n][k % 4] = 0;
 
 #pragma unroll 1
-    for (uint32_t t0 = x->first; t0 < end; t0 += MK_ATT_TOKENS) {
-        const uint32_t tokens = end - t0 < MK_ATT_TOKENS ? end - t0 : MK_ATT_TOKENS;
-        const bool single = tokens <= MK_ATT_TOKENS / 2;
-        const uint32_t tile = single ? warp & 7 : warp;
-        const uint32_t *page = s->page + (t0 - x->first) / MK_PAGE;
-        float c[4] = {0, 0, 0, 0};
-        uint2 w[MK_ATT_DEEP][4];
-        if (tile * 8 < tokens) {
-            const uint32_t t = tile * 8 + g < tokens ? tile * 8 + g : tokens - 1;
-            const bool second = single && warp >= 8;
-            mk_att_scores(sh->staging, x, mk_att_page(&sh->args, x, page[t / MK_PAGE]) + t % MK_PAGE * x->bytes, second ? half : 0, single && !second ? half : blocks, lane, c);
-            if (second) s->half[tile][lane] = make_float4(c[0], c[1], c[2], c[3]);
-        }
-        if (sums) mk_att_values(w, &sh->args, x, page, value, tokens, turn, share, l);
+    for (uint32_t number = 0;; number++) {
+        { /* scores */
+            const uint32_t nk = x->nk, fine = x->fine, blocks = (nk + 31) / 32, left = x->end - x->first - number * MK_PAGE, bytes = x->bytes;
+            const mk_att_share w = mk_att_deal(MLA, x->nv);
+            const uint32_t tokens = min(left, (uint32_t)MK_PAGE), next_tokens = min(left - tokens, (uint32_t)MK_PAGE), g = w.lane >> 2, l = w.lane & 3;
+            const uint8_t *q = sh->staging + w.lane * 16, *qf = q + mk_att_plane_bytes(blocks) - mk_att_plane_bytes(fine); /* the second plane, had block 0 one */
+            if (left > 2 * MK_PAGE) mk_att_prefetch(mk_att_page(&sh->args, x->key_off, s->page[number + 2]), x->span);
+            const uint32_t b0 = x->nv / 32 + w.rest;
+            uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+            if (MLA && NH > 1) mk_att_load_rest(rest, mk_att_page(&sh->args, x->key_off, s->page[number]), x, &w, b0, tokens); /* no room in shared memory */
+            /* of MLA's two blocks; of GQA's two planes */
+            const mk_att_left u0 = mk_att_query(q, w.block < blocks ? w.block : 0);
+            const mk_att_left u1 = MLA ? mk_att_query(q, w.block + 1 < blocks ? w.block + 1 : 0) : mk_att_query(NH > 1 ? qf : q, w.block < blocks ? w.block : 0);
+            bool has = false;
+            const uint8_t *at = 0;
+            if (!MLA) at = mk_att_block<MLA>(mk_att_page(&sh->args, x->key_off, s->page[next_tokens ? number + 1 : 0]), x, &w, 0, l, &has);
+            /* tokens of a head in another order, so that banks differ: tile ^ (head mod 8) */
+            float *to = (float *)(sh->staging + mk_att_query_bytes(nk, fine)) + (w.slot * H + g) * MK_PAGE + 2 * l;
+#pragma unroll
+            for (uint32_t k = 0; k < 8; k++) {
+                if (!MLA && k >= w.tiles) break;
+                float c[4] = {0, 0, 0, 0};
+                mk_att_dot(c, &u0, m->r[0][k]);
+                if (MLA)
+                    mk_att_dot(c, &u1, m->r[1][k]);
+                else if (NH > 1)
+                    mk_att_dot(c, &u1, m->r[0][k]);
+                float *t = to + (((MLA ? 0 : w.tile0) + k) ^ g) * 8;
+                if (NH == 1) {
+                    *(float2 *)t = MLA ? make_float2(c[0], c[1]) : make_float2(__fadd_rn(c[0], c[2]), __fadd_rn(c[1], c[3]));
+                } else {
+                    *(float2 *)t = make_float2(c[0], c[1]);
+                    *(float2 *)(t + 8 * MK_PAGE) = make_float2(c[2], c[3]);
+                }
+                if (!MLA) mk_att_16(&m->r[0][k], at, (w.tile0 + k) * 8 + g, next_tokens, bytes, has && next_tokens);
+            }
+            if (MLA) { /* the rest, on top of what the lane wrote */
+                float e[2][4];
+#pragma unroll
+                for (uint32_t j = 0; j < 2; j++) e[j][0] = e[j][1] = e[j][2] = e[j][3] = 0;
 #pragma unroll 1
-        for (uint32_t k = 2; k < 4 && t0 + k * MK_PAGE < end; k++) mk_att_prefetch(mk_att_page(&sh->args, x, page[k]), x->span);
-        if (single) mk_sync();
-        const bool mine = tile == warp; /* has scores */
-        if (mine) {
-            if (single && tile * 8 < tokens) {
-                const float4 y = s->half[tile][lane];
-                c[0] = __fadd_rn(c[0], y.x), c[1] = __fadd_rn(c[1], y.y), c[2] = __fadd_rn(c[2], y.z), c[3] = __fadd_rn(c[3], y.w);
-            }
-            const uint32_t t = tile * 8 + 2 * l;
+                for (uint32_t b = b0; b < blocks; b += 2) {
+                    if (b != b0) { /* more than 64 rotary channels */
+                        mk_att_load_rest(rest, mk_att_page(&sh->args, x->key_off, s->page[number]), x, &w, b, tokens);
+                    } else if (NH == 1) {
+                        asm volatile("cp.async.wait_all;" ::: "memory");
+                        rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
+                    }
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                c[2 * i] = t < tokens ? __fmul_rn(c[2 * i], x->scale) : -INFINITY;
-                c[2 * i + 1] = t + 1 < tokens ? __fmul_rn(c[2 * i + 1], x->scale) : -INFINITY;
-                float most = fmaxf(c[2 * i], c[2 * i + 1]);
-                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-                if (l == 0 && 8 * i + g < heads && tile * 8 < tokens) atomicMax(&s->max[8 * i + g], mk_ordered(most));
-            }
-        }
-        mk_sync();
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float top = mk_unordered(s->max[8 * i + g]), shrink = mk_exp2(__fmul_rn(max[i] - top, 1.44269504f));
-            max[i] = top;
-            sum[i] = __fmul_rn(sum[i], shrink);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                acc[j][2 * i] = __fmul_rn(acc[j][2 * i], shrink);
-                acc[j][2 * i + 1] = __fmul_rn(acc[j][2 * i + 1], shrink);
-            }
-            if (mine)
-                *(uint32_t *)(s->p + tile / 2 * 512 + mk_att_fragment(8 * i + g, (tile & 1) * 2 + l / 2, 2 * (l & 1))) =
-                    mk_pack_bf16(mk_exp2(__fmul_rn(c[2 * i] - top, 1.44269504f)), mk_exp2(__fmul_rn(c[2 * i + 1] - top, 1.44269504f)));
-        }
-        mk_sync();
-        if (sums)
-#pragma unroll 1
-            for (uint32_t k0 = turn; k0 * 16 < tokens; k0 += MK_ATT_DEEP * share) {
-                if (k0 != turn) mk_att_values(w, &sh->args, x, page, value, tokens, k0, share, l);
-#pragma unroll
-                for (int n = 0; n < MK_ATT_DEEP; n++) {
-                    const uint32_t k = k0 + n * share;
-                    if (k * 16 >= tokens) break;
-                    const uint4 p = *(const uint4 *)(s->p + k * 512 + lane * 16);
-                    const uint2 *v = w[n]; /* channel 4 g' + j is column g' of tile j */
-                    mk_mma4(acc[0], p, __byte_perm(v[0].x, v[1].x, 0x5410), __byte_perm(v[2].x, v[3].x, 0x5410));
-                    mk_mma4(acc[1], p, __byte_perm(v[0].x, v[1].x, 0x7632), __byte_perm(v[2].x, v[3].x, 0x7632));
-                    mk_mma4(acc[2], p, __byte_perm(v[0].y, v[1].y, 0x5410), __byte_perm(v[2].y, v[3].y, 0x5410));
-                    mk_mma4(acc[3], p, __byte_perm(v[0].y, v[1].y, 0x7632), __byte_perm(v[2].y, v[3].y, 0x7632));
-                    if (block == 0) {
-                        float t[4] = {sum[0], 0, sum[1], 0};
-                        mk_mma4(t, p, 0x3f803f80u, 0x3f803f80u);
-                        sum[0] = t[0], sum[1] = t[2];
+                    for (uint32_t n = 0; n < NH; n++) {
+                        const mk_att_left u = mk_att_query(n ? qf : q, b);
+                        mk_att_dot(e[0], &u, rest[0]);
+                        mk_att_dot(e[1], &u, rest[1]);
                     }
                 }
+#pragma unroll
+                for (uint32_t j = 0; j < 2; j++) {
+                    float2 *t = (float2 *)(to + ((2 * w.pair + j) ^ g) * 8), y = *t;
+                    *t = NH == 1 ? make_float2(__fadd_rn(y.x, __fadd_rn(e[j][0], e[j][2])), __fadd_rn(y.y, __fadd_rn(e[j][1], e[j][3])))
+                                 : make_float2(__fadd_rn(y.x, e[j][0]), __fadd_rn(y.y, e[j][1]));
+                    if (NH == 1) continue;
+                    t += 4 * MK_PAGE, y = *t;
+                    *t = make_float2(__fadd_rn(y.x, e[j][2]), __fadd_rn(y.y, e[j][3]));
+                }
             }
+        }
+        mk_sync();
+
+        float sum[NH]; /* of the lane */
+        { /* softmax: a lane has tokens 2 lane and 2 lane + 1 */
+            const mk_att_share w = mk_att_deal(MLA, x->nv);
+            const uint32_t tokens = x->end - x->first - number * MK_PAGE, t = 2 * w.lane;
+            const float *score = (const float *)(sh->staging + mk_att_query_bytes(x->nk, x->fine)), scale = x->scale;
+#pragma unroll
+            for (uint32_t n = 0; n < NH; n++) {
+                const uint32_t h = n * 8 + w.warp;
+                sum[n] = 0;
+                if (h >= x->heads) continue;
+                const float before = s->max[h];
+                const float *from = score + h * MK_PAGE + (t ^ (h & 7) * 8);
+                float2 c[MK_WARPS];
+#pragma unroll
+                for (uint32_t k = 0; k < MK_WARPS; k++) {
+                    c[k] = make_float2(0, 0);
+                    if (MLA || k < w.slots) c[k] = *(const float2 *)(from + k * H * MK_PAGE);
+                }
+#pragma unroll
+                for (uint32_t k = MK_WARPS / 2; k; k >>= 1)
+#pragma unroll
+                    for (uint32_t j = 0; j < k; j++) c[j].x = __fadd_rn(c[j].x, c[j + k].x), c[j].y = __fadd_rn(c[j].y, c[j + k].y);
+                const float a = t < tokens ? __fmul_rn(c[0].x, scale) : -INFINITY, b = t + 1 < tokens ? __fmul_rn(c[0].y, scale) : -INFINITY;
+                float top = fmaxf(a, b);
+#pragma unroll
+                for (int k = 16; k; k >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, k));
+                top = fmaxf(top, before);
+                const uint32_t p = mk_pack_bf16(mk_exp2(__fmul_rn(a - top, 1.44269504f)), mk_exp2(__fmul_rn(b - top, 1.44269504f)));
+                s->p[h][w.lane] = p;
+                if (w.lane == 0) s->max[h] = top, s->shrink[h] = mk_exp2(__fmul_rn(before - top, 1.44269504f));
+                sum[n] = __fadd_rn(mk_bf16_value(p & 0xffffu), __uint_as_float(p & 0xffff0000u));
+            }
+        }
+        mk_sync();
+
+        const uint32_t left = x->end - x->first - number * MK_PAGE, next_tokens = min(left - min(left, (uint32_t)MK_PAGE), (uint32_t)MK_PAGE);
+        { /* sums */
+            const mk_att_share w = mk_att_deal(MLA, x->nv);
+            const uint32_t g = w.lane >> 2, l = w.lane & 3, tile0 = MLA ? 0 : w.tile0, bytes = x->bytes;
+            const uint32_t *p = &s->p[g][tile0 * 4 + l];
+            const uint8_t *next = mk_att_page(&sh->args, x->key_off, s->page[next_tokens ? number + 1 : 0]), *at[2] = {next, next};
+            bool has[2] = {false, false};
+#pragma unroll
+            for (uint32_t i = MLA ? 0 : 1; i < 2; i++) {
+                at[i] = mk_att_block<MLA>(next, x, &w, i, l, &has[i]);
+                has[i] = has[i] && next_tokens;
+            }
+            if (number)
+#pragma unroll
+                for (uint32_t n = 0; n < NH; n++) {
+                    const float2 shrink = *(const float2 *)&s->shrink[n * 8 + 2 * l];
+#pragma unroll
+                    for (uint32_t i = 0; i < NB; i++)
+#pragma unroll
+                        for (uint32_t k = 0; k < 8; k++) acc[i][k / 4][n][k % 4] = __fmul_rn(acc[i][k / 4][n][k % 4], k & 1 ? shrink.y : shrink.x);
+                }
+#pragma unroll
+            for (uint32_t n = 0; n < NH; n++) {
+                const uint32_t h = n * 8 + w.warp;
+                const float all = mk_warp_sum(sum[n]);
+                if (w.lane == 0) s->sum[h] = __fmaf_rn(s->sum[h], s->shrink[h], all);
+            }
+#pragma unroll
+            for (uint32_t k = 0; k < 4; k++) {
+                if (!MLA && 2 * k >= w.tiles) break;
+                uint32_t p0[NH], p1[NH];
+#pragma unroll
+                for (uint32_t n = 0; n < NH; n++) p0[n] = p[n * 8 * MK_ATT_P_WORDS + 8 * k], p1[n] = p[n * 8 * MK_ATT_P_WORDS + 8 * k + 4];
+#pragma unroll
+                for (uint32_t i = 0; i < NB; i++) {
+                    const uint4 a = m->r[MLA ? i : 1][2 * k], b = m->r[MLA ? i : 1][2 * k + 1];
+                    const uint32_t a0 = mk_turn(a.x), a1 = mk_turn(a.y), b0 = mk_turn(b.x), b1 = mk_turn(b.y);
+                    const uint32_t a2 = mk_turn(a.z), a3 = mk_turn(a.w), b2 = mk_turn(b.z), b3 = mk_turn(b.w);
+#pragma unroll
+                    for (uint32_t n = 0; n < NH; n++) {
+                        mk_mma(acc[i][0][n], a0, a1, b0, b1, p0[n], p1[n]);
+                        mk_mma(acc[i][1][n], a2, a3, b2, b3, p0[n], p1[n]);
+                    }
+                }
+#pragma unroll
+                for (uint32_t i = MLA ? 0 : 1; i < 2; i++)
+#pragma unroll
+                    for (uint32_t j = 2 * k; j < 2 * k + 2; j++) mk_att_16(&m->r[i][j], at[i], (tile0 + j) * 8 + g, next_tokens, bytes, has[i]);
+            }
+            if (MLA && NH == 1 && next_tokens) mk_att_fetch_rest(sh, next, x, &w, next_tokens);
+        }
+        if (!next_tokens) break;
     }
 
-    /* a lane has channels 8 l .. 8 l + 7 of the block for two heads */
-    const uint32_t at = block * 32 + 8 * l;
-    float *buffer = (float *)sh->staging, *to = share > 1 ? buffer + turn * heads * floats : x->dst; /* every warp is past its scores */
-    if (sums && at < nv)
+    const uint32_t nv = x->nv, heads = x->heads;
+    const mk_att_share w = mk_att_deal(MLA, nv);
+    const uint32_t group = w.lane >> 2, l = w.lane & 3;
+    float *score = (float *)(sh->staging + mk_att_query_bytes(x->nk, x->fine)), *dst = x->dst;
+    const uint32_t floats = nv + 4;
+    if (w.lane < NH && w.lane * 8 + w.warp < heads) { /* the warp's own */
+        const uint32_t h = w.lane * 8 + w.warp;
+        __stcg((float2 *)(dst + h * floats + nv), make_float2(s->max[h], s->sum[h]));
+    }
+    /* lane (g, l) has channels 8 (g / 2) + (g mod 2) + 0, 2, 4, 6 of heads 2 l and 2 l + 1: two neighbours make four consecutive ones of it */
+    float *to = w.log ? score + w.turn * heads * nv : dst;
+    const uint32_t pitch = w.log ? nv : floats;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t h = 8 * i + g;
-            if (h >= heads) continue;
-            float4 *y = (float4 *)(to + h * floats + at);
-            y[0] = make_float4(acc[0][2 * i], acc[1][2 * i], acc[2][2 * i], acc[3][2 * i]);
-            y[1] = make_float4(acc[0][2 * i + 1], acc[1][2 * i + 1], acc[2][2 * i + 1], acc[3][2 * i + 1]);
-            if (block == 0 && l == 0) *(float2 *)(to + h * floats + nv) = make_float2(max[i], sum[i]);
-        }
-    if (share == 1) return;
+    for (uint32_t i = 0; i < NB; i++) {
+        const uint32_t c = (w.block + i) * 32 + 4 * group;
+        const bool mine = c < nv && (!MLA || !i || nv > 32 * MK_WARPS);
+#pragma unroll
+        for (uint32_t n = 0; n < NH; n++)
+#pragma unroll
+            for (uint32_t j = 0; j < 2; j++) {
+                const float y0 = acc[i][0][n][j], y1 = acc[i][0][n][2 + j], y2 = acc[i][1][n][j], y3 = acc[i][1][n][2 + j]; /* channels + 0, 2, 4, 6 */
+                const float z0 = __shfl_xor_sync(0xffffffffu, group & 1 ? y0 : y2, 4), z1 = __shfl_xor_sync(0xffffffffu, group & 1 ? y1 : y3, 4);
+                const float4 y = group & 1 ? make_float4(z0, y2, z1, y3) : make_float4(y0, z0, y1, z1);
+                const uint32_t h = n * 8 + 2 * l + j;
+                if (mine && h < heads) *(float4 *)(to + h * pitch + c) = y; /* shared or global memory */
+            }
+    }
+    if (!w.log) return;
     mk_sync();
+    const uint32_t all = heads * nv;
+    const mk_divisor by = mk_div_by(nv);
 #pragma unroll 1
-    for (uint32_t i = 4 * threadIdx.x; i < heads * floats; i += 4 * MK_COMPUTE) {
-        float4 y = *(const float4 *)(buffer + i);
-        const float max0 = y.x;
+    for (uint32_t i = 4 * threadIdx.x; i < all; i += 4 * MK_COMPUTE) {
+        float4 y = *(const float4 *)(score + i);
 #pragma unroll 1
-        for (uint32_t k = 1; k < share; k++) {
-            const float4 z = *(const float4 *)(buffer + k * heads * floats + i);
+        for (uint32_t k = 1; k < 1u << w.log; k++) {
+            const float4 z = *(const float4 *)(score + k * all + i);
             y.x = __fadd_rn(y.x, z.x), y.y = __fadd_rn(y.y, z.y), y.z = __fadd_rn(y.z, z.z), y.w = __fadd_rn(y.w, z.w);
         }
-        if ((i + 4) % floats) /* else max | sum p | unused */
-            __stcg((float4 *)(x->dst + i), y);
-        else
-            __stcg((float2 *)(x->dst + i), make_float2(max0, y.y));
+        const uint32_t h = mk_quot(i, by);
+        __stcg((float4 *)(dst + h * floats + i - h * nv), y);
     }
 }
 
-/* Before an item's queries: the scratch is free again, its maximum starts from nothing, its pages are on their way, the waiter waits. */
-MK_DEV void mk_att_begin(const mk_dev *d, const mk_att *x, const mk_wait *cache)
+/* A BULK vector, wait k: every warp waits for itself, without a barrier and without a call. Then loads that bypass L1 may read the vector. */
+MK_DEV void mk_counter_wait(const mk_dev *d, uint32_t k)
 {
-    mk_att_shared *s = (mk_att_shared *)d->sh->red;
+    const mk_wait *w = &d->in->wait[k];
+    const mk_vec *v = &d->sh->vec[w->vec];
+    const uint32_t target = mk_counter_target(v, d->step->seq, w->pub), *counter = d->a->counter + v->counter;
+    uint32_t found = 0, looks = 0;
+    if (d->lane == 0) {
+        while ((int32_t)((found = mk_load_acquire(counter)) - target) < 0)
+            if (!mk_still_waiting(++looks, k, 0, 0, found)) break;
+        mk_waited(looks);
+    }
+    __syncwarp();
+}
+
+/* Before an item's queries: the cache is waited for, the scratch is free again, its first page is on its way into registers, its second into L2. */
+template <bool MLA, uint32_t NH> MK_DEV void mk_att_begin(const mk_dev *d, const mk_att *x, const mk_att_share *w, const mk_wait *cache, mk_att_regs *m)
+{
+    mk_att_shared *s = mk_att_sh(d->sh);
     const uint32_t *page = x->pages + x->first / MK_PAGE, n = (x->end - x->first + MK_PAGE - 1) / MK_PAGE;
     const uint32_t id0 = __ldcg(page), id1 = __ldcg(page + (n > 1)), id = __ldcg(page + (d->tid < n ? d->tid : 0));
+    if (cache) mk_counter_wait(d, (uint32_t)(cache - d->in->wait));
+    mk_att_load<MLA>(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
     mk_sync();
-    if (d->tid < MK_ATT_HEADS) s->max[d->tid] = 0;
+    if (MLA && NH == 1) mk_att_fetch_rest(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
     if (d->tid < n) s->page[d->tid] = id;
+    if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
     if (d->tid == 0) s->item = *x;
-    mk_att_prefetch(mk_att_page(d->a, x, id0), x->span);
-    if (n > 1) mk_att_prefetch(mk_att_page(d->a, x, id1), x->span);
+    if (n > 1) mk_att_prefetch(mk_att_page(d->a, x->key_off, id1), x->span);
     mk_trace_bytes(d, (x->end - x->first) * (x->span / MK_PAGE));
-    if (cache && d->warp == MK_ATT_WAITER) {
-        const mk_vec *v = &d->sh->vec[cache->vec];
-        const uint32_t target = mk_counter_target(v, d->step->seq, cache->pub);
-        uint32_t found;
-        mk_spin spin = {0, 0};
-        if (d->lane == 0)
-            while ((int32_t)((found = mk_load_acquire(d->a->counter + v->counter)) - target) < 0)
-                if (!(++spin.n & 255u) && !(spin.since = mk_wait_late(d->in, MK_FAULT_COUNTER, cache, target, found, spin.since))) break;
-        __syncwarp();
-    }
 }
 
 /* First of this worker's items of a row: it takes those with (i + row) mod parts == part. */

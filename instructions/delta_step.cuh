@@ -1,4 +1,4 @@
-/* DELTA_STEP on the device: a warp has two columns of the state at a time in registers while all rows pass, its lanes four key channels
+/* DELTA_STEP on the device: a warp has four columns of the state at a time in registers while all rows pass, its lanes four key channels
  * each. Semantics: delta_step.c; in memory the state is [dv][dk] here. Before it waits for gates and decays it has the state, q, k and their norms. */
 #ifndef MK_DELTA_STEP_CUH
 #define MK_DELTA_STEP_CUH
@@ -67,11 +67,10 @@ MK_DEV void mk_delta_gates(const mk_dev *d, const mk_delta *e, mk_delta_row *row
         }
         const uint32_t z = u >= nf, b = u == per - 2, i = (b ? 0 : z ? u - nf : u) * 32 + d->lane; /* neither: f */
         if (i >= (b ? 1 : z ? e->dv : head ? 1 : MK_DELTA_DK)) continue;
-        const mk_wait *w = &d->in->wait[b ? 2 : 1];
-        const mk_spot spot = mk_spot_of(d->sh, w, (b ? e->b_off : z ? e->z_off : e->f_off) + i);
-        const uint4 q = mk_spot_look(d, w, r, spot);
+        const mk_spot spot = mk_spot_of(d, b ? 2 : 1, (b ? e->b_off : z ? e->z_off : e->f_off) + i);
+        const uint4 q = mk_spot_look(&spot, r);
         const float p = b ? 0.0f : __ldg(param + 1 + i + (z ? (head ? 1 : MK_DELTA_DK) : 0)), rate = z ? 0.0f : -mk_expf(__ldg(param));
-        const float x = mk_spot_value(d, w, r, spot, q);
+        const float x = mk_spot_value(&spot, r, q);
         if (z) {
             const float y = mk_div(!b && e->gate == MK_GATE_SILU ? x : 1.0f, 1.0f + mk_expf(-x));
             *(b ? &row->beta : row->z + i) = b ? y : p * y;
@@ -89,22 +88,25 @@ MK_DEV float4 mk_delta_load(const mk_dev *d, const mk_delta *e, const mk_row *ro
     return __ldcg(from + v * (MK_DELTA_DK / 4) + d->lane);
 }
 
-/* Four sums over the warp in six exchanges: lane 8 i + ... has sum i at the end. The order does not depend on i. */
-MK_DEV float mk_warp_four(const float *v, uint32_t lane)
+/* Eight sums over the warp in nine exchanges: lanes 4 i to 4 i + 3 have sum i at the end. The order does not depend on i. */
+MK_DEV float mk_warp_eight(const float *v, uint32_t lane)
 {
-    const bool hi = lane & 16, odd = lane & 8;
-    float a = (hi ? v[2] : v[0]) + __shfl_xor_sync(0xffffffffu, hi ? v[0] : v[2], 16), b = (hi ? v[3] : v[1]) + __shfl_xor_sync(0xffffffffu, hi ? v[1] : v[3], 16);
-    float s = (odd ? b : a) + __shfl_xor_sync(0xffffffffu, odd ? a : b, 8);
+    const bool b16 = lane & 16, b8 = lane & 8, b4 = lane & 4;
+    float a[4], b[2];
 #pragma unroll
-    for (int w = 4; w; w >>= 1) s += __shfl_xor_sync(0xffffffffu, s, w);
+    for (int i = 0; i < 4; i++) a[i] = (b16 ? v[i + 4] : v[i]) + __shfl_xor_sync(0xffffffffu, b16 ? v[i] : v[i + 4], 16);
+#pragma unroll
+    for (int i = 0; i < 2; i++) b[i] = (b8 ? a[i + 2] : a[i]) + __shfl_xor_sync(0xffffffffu, b8 ? a[i] : a[i + 2], 8);
+    float s = (b4 ? b[1] : b[0]) + __shfl_xor_sync(0xffffffffu, b4 ? b[0] : b[1], 4);
+#pragma unroll
+    for (int w = 2; w; w >>= 1) s += __shfl_xor_sync(0xffffffffu, s, w);
     return s;
 }
 
 /* One warp publishes a row: the slice's values, then the trailer. */
-MK_DEV void mk_delta_publish(const mk_dev *d, uint32_t r, mk_delta_row *x)
+MK_DEV void mk_delta_publish(uint32_t lane, uint32_t dv, const mk_delta_row *x, uint4 *p, uint32_t epoch)
 {
-    const uint32_t lane = d->lane, dv = d->in->delta.dv, words = dv / 2, epoch = mk_signal_epoch(d);
-    uint4 *p = mk_signal_packets(d, &d->sh->vec[d->in->signal_vec], r, d->in->signal_slice);
+    const uint32_t words = dv / 2;
     float sum = 0;
 #pragma unroll 1
     for (uint32_t i = lane; i < dv; i += 32) sum = __fmaf_rn(x->o[i], x->o[i], sum);
@@ -125,12 +127,14 @@ MK_DEV void mk_delta_publish(const mk_dev *d, uint32_t r, mk_delta_row *x)
 
 MK_DEV void mk_delta_step_run(const mk_dev *d)
 {
-    constexpr int COLS = 2; /* columns of the state that a warp has in registers */
+    constexpr int COLS = 4; /* columns of the state that a warp has in registers */
     const mk_delta *e = &d->in->delta;
     const uint32_t dv = e->dv, nrows = d->step->nrows, lane = d->lane, n = 2 * MK_DELTA_DK + dv, head = e->decay == MK_DECAY_HEAD;
     const float *in = (const float *)mk_local_at(d, d->in->wait[0].vec);
     mk_delta_row *rows = (mk_delta_row *)d->sh->staging;
-    float4 s[COLS];
+    float4 s[COLS] = {}; /* ptxas keeps alive, across all opcodes, what is not set on every path */
+    uint4 *const to = mk_signal_packets(d, &d->sh->vec[d->in->signal_vec], d->warp, d->in->signal_slice); /* of row `warp` */
+    const uint32_t epoch = mk_signal_epoch(d);
     mk_staged_drop(d);
 
 #pragma unroll 1
@@ -140,7 +144,7 @@ MK_DEV void mk_delta_step_run(const mk_dev *d)
             const mk_row *row = &d->step->row[r], *after = row + 1;
             const bool leads = r + 1 < nrows && after->slot == row->slot && after->state_write == row->state_write &&
                                after->state_read == row->state_write && after->pos == row->pos + 1;
-            float4 *to = (float4 *)(d->a->state + row->state_write * d->a->state_slot_bytes + e->state_off) + v0 * (MK_DELTA_DK / 4) + lane;
+            float4 *keep = (float4 *)(d->a->state + row->state_write * d->a->state_slot_bytes + e->state_off) + v0 * (MK_DELTA_DK / 4) + lane;
             if (!mk_row_follows(d->step, r))
 #pragma unroll
                 for (int c = 0; c < COLS; c++) s[c] = mk_delta_load(d, e, row, v0 + c * MK_WARPS);
@@ -156,12 +160,17 @@ MK_DEV void mk_delta_step_run(const mk_dev *d)
             const float4 a = head ? make_float4(a0, a0, a0, a0) : ((const float4 *)x->a)[lane];
             const float4 k = mk_times4(((const float4 *)qkv)[MK_DELTA_DK / 4 + lane], x->rk), ka = mk_mul4(k, a);
             const float4 qa = mk_mul4(mk_times4(((const float4 *)qkv)[lane], x->rq), a);
-            const float dot[4] = {mk_dot4(ka, s[0]), mk_dot4(ka, s[1]), mk_dot4(qa, s[0]), mk_dot4(qa, s[1])};
-            const float sum = mk_warp_four(dot, lane);
+            float dot[2 * COLS];
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                dot[c] = mk_dot4(ka, s[c]);
+                dot[COLS + c] = mk_dot4(qa, s[c]);
+            }
+            const float sum = mk_warp_eight(dot, lane);
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
                 const uint32_t v = v0 + c * MK_WARPS;
-                const float m = __shfl_sync(0xffffffffu, sum, 8 * c), o = __shfl_sync(0xffffffffu, sum, 16 + 8 * c);
+                const float m = __shfl_sync(0xffffffffu, sum, 4 * c), o = __shfl_sync(0xffffffffu, sum, 16 + 4 * c);
                 if (v >= dv) continue;
                 const float delta = __fmul_rn(x->beta, __fadd_rn(qkv[2 * MK_DELTA_DK + v], -m));
                 if (lane == 0) x->o[v] = __fmaf_rn(x->qk, delta, o);
@@ -169,12 +178,12 @@ MK_DEV void mk_delta_step_run(const mk_dev *d)
                 s[c].y = __fmaf_rn(k.y, delta, __fmul_rn(a.y, s[c].y));
                 s[c].z = __fmaf_rn(k.z, delta, __fmul_rn(a.z, s[c].z));
                 s[c].w = __fmaf_rn(k.w, delta, __fmul_rn(a.w, s[c].w));
-                if (!leads) to[c * MK_WARPS * (MK_DELTA_DK / 4)] = s[c];
+                if (!leads) keep[c * MK_WARPS * (MK_DELTA_DK / 4)] = s[c];
             }
         }
     mk_sync();
     mk_trace_publish(d);
-    if (d->warp < nrows) mk_delta_publish(d, d->warp, rows + d->warp);
+    if (d->warp < nrows) mk_delta_publish(lane, dv, rows + d->warp, to, epoch);
     mk_sync();
 }
 

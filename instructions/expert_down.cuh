@@ -5,151 +5,241 @@
 
 #include "instructions/matvec.cuh"
 
-#define MK_SUMS (MK_MAX_ROWS * MK_SEGMENT_ROWS)
+#define MK_DOWN_STAGING (MK_STAGING - 4 * MK_MAX_ROWS * MK_SEGMENT_ROWS) /* for inputs; sums of rows behind them */
 
-/* Inputs of pairs [p0, p0 + n) into staging slots 0 .. n-1. */
-MK_CALL void mk_pairs_gather(const mk_insn *in, uint32_t T, uint32_t p0, uint32_t n, uint32_t stride)
+/* What the walk over the inputs' packets needs. A row's topk experts publish `per` packets each. */
+typedef struct mk_pairs_walk {
+    const mk_vec *v;
+    const uint16_t *start;
+    const uint4 *base;
+    uint32_t per, row_packets, epoch;
+    mk_divisor by_per;
+} mk_pairs_walk;
+MK_DEV mk_pairs_walk mk_pairs_walk_of(const mk_dev *d, uint32_t T)
 {
-    const mk_dev here = mk_here(in), *d = &here;
-    const mk_expert *e = &in->expert;
     const mk_wait *w = &d->in->wait[0];
-    const mk_vec *v = &d->sh->vec[w->vec];
-    const uint16_t *start = d->sh->start + v->start_index;
-    const uint4 *base = mk_wait_packets(d, w, v, 0);
-    const uint32_t sp = v->slice_packets, per = T * sp, epoch = mk_wait_epoch(d, w), row_packets = v->nslice * sp;
-    const mk_divisor by_sp = mk_div_by_slice(v), by_per = mk_div_by(per);
-    constexpr int NP = 2;
-    for (uint32_t i0 = d->tid; i0 < n * per; i0 += NP * MK_COMPUTE) {
-        uint4 q[NP];
-        uint32_t off[NP], to[NP], at[NP], count[NP], row[NP];
+    mk_pairs_walk k;
+    k.v = &d->sh->vec[w->vec];
+    k.start = d->sh->start + k.v->start_index;
+    k.base = mk_wait_packets(d, w, k.v, 0);
+    k.per = T * k.v->slice_packets;
+    k.row_packets = k.v->nslice * k.v->slice_packets;
+    k.epoch = mk_wait_epoch(d, w);
+    k.by_per = mk_div_by(k.per);
+    return k;
+}
+/* Values of packet i of a pair: [*at, *at + result) of its expert. */
+MK_DEV uint32_t mk_pair_packet(const mk_pairs_walk *k, uint32_t i, uint32_t *at)
+{
+    const uint32_t sp = k->v->slice_packets, s = mk_quot(i, mk_div_by_slice(k->v)), p = (i - s * sp) * 6, st = k->start[s], len = k->start[s + 1] - st;
+    *at = st + p;
+    return p >= len ? 0 : len - p < 6 ? len - p : 6;
+}
+/* A packet's values; those beyond count are 0. */
+MK_DEV void mk_pair_open(uint4 q, uint32_t count, float *y)
+{
+    const uint32_t word[3] = {q.x, q.y, q.z};
 #pragma unroll
-        for (int j = 0; j < NP; j++) {
-            uint32_t i = i0 + j * MK_COMPUTE;
-            count[j] = 0;
-            if (i >= n * per) continue;
-            uint32_t pair = mk_quot(i, by_per), k = i - pair * per, s = mk_quot(k, by_sp), p = k - s * sp;
-            uint32_t st = start[s], len = start[s + 1] - st, rank = d->sh->pairs.rank[p0 + pair];
-            row[j] = d->sh->pairs.row[p0 + pair];
-            if (p * 6 >= len) continue;
-            count[j] = len - p * 6 < 6 ? len - p * 6 : 6;
-            off[j] = row[j] * row_packets + rank * per + k;
-            to[j] = pair * stride;
-            at[j] = st + p * 6;
-            q[j] = mk_packet_load(base + off[j]);
-        }
-        uint32_t looks = 0;
-        for (bool again = true; again;) {
-            again = false;
-            uint32_t late_row = 0, late_packet = 0, found = 0;
+    for (uint32_t k = 0; k < 6; k++) y[k] = k < count ? __uint_as_float(k & 1 ? word[k / 2] & 0xffff0000u : word[k / 2] << 16) : 0;
+}
+/* Values of pair `pair` (of those staged from p0 on): a row of the staging area, columns of its expert beside each other. */
+template <uint32_t FORM> MK_DEV void mk_pair_stage(const mk_dev *d, uint32_t p0, uint32_t pair, uint32_t k, uint32_t at, uint32_t count, const float *y, float scale)
+{
+    const uint32_t row = mk_smem(d->sh->staging) + (pair - p0) * mk_row_stride(k);
 #pragma unroll
-            for (int j = 0; j < NP; j++)
-                if (count[j] && q[j].w != epoch) {
-                    again = true;
-                    late_row = row[j];
-                    late_packet = off[j] - row[j] * row_packets;
-                    found = q[j].w;
-                    q[j] = mk_packet_load(base + off[j]);
-                }
-            if (again) again = mk_still_waiting(++looks, 0, late_row, late_packet, found);
-        }
-        mk_waited(looks);
-#pragma unroll
-        for (int j = 0; j < NP; j++) {
-            const uint32_t word[3] = {q[j].x, q[j].y, q[j].z};
-#pragma unroll
-            for (uint32_t k = 0; k < 6; k++)
-                if (k < count[j])
-                    *(uint16_t *)(d->sh->staging + to[j] + mk_staged_at(at[j] + k)) =
-                        (uint16_t)mk_bf16_bits(__fmul_rn(__uint_as_float(k & 1 ? word[k / 2] & 0xffff0000u : word[k / 2] << 16), MK_STAGED_SCALE));
-        }
-    }
-    uint32_t pad = ((e->k + 63) & ~63u) - e->k;
-    for (uint32_t i = d->tid; i < pad * n; i += MK_COMPUTE) {
-        uint32_t p = i / pad;
-        *(uint16_t *)(d->sh->staging + p * stride + mk_staged_at(e->k + i - p * pad)) = 0;
+    for (uint32_t i = 0; i < 6; i += 2) {
+        const uint32_t v = FORM == MK_X_F16 ? mk_f16_pair(y[i] * scale, y[i + 1] * scale) : mk_bf16_pair(y[i], y[i + 1]);
+        if (i < count) mk_sts16(row + mk_staged_at(at + i, FORM == MK_X_F16), v);
+        if (i + 1 < count) mk_sts16(row + mk_staged_at(at + i + 1, FORM == MK_X_F16), v >> 16);
     }
 }
 
-/* The products of experts [j0, j0 + batch) of the union, side by side in the reduction area; their pairs are staged from p0 on. */
-MK_CALL void mk_down_products(const mk_insn *in, uint32_t j0, uint32_t batch, uint32_t p0, uint32_t size)
+/* Waits for all inputs and takes every row's largest magnitude; stages the pairs [0, n) if one row's packets stay in registers. Returns whether it did. */
+#define MK_PAIR_PACKETS 7 /* of a thread, in registers */
+template <uint32_t FORM> MK_DEV bool mk_pairs_look(const mk_dev *d, uint32_t T, uint32_t n)
 {
-    const mk_dev here = mk_here(in), *d = &here;
+    const mk_insn *in = d->in;
+    const mk_expert *e = &in->expert;
+    const mk_pairs_walk w = mk_pairs_walk_of(d, T);
+    const uint32_t nrows = d->step->nrows, all = e->topk * w.per;
+    const bool kept = nrows == 1 && n == e->topk && all <= MK_PAIR_PACKETS * MK_COMPUTE;
+    uint32_t at[MK_PAIR_PACKETS], count[MK_PAIR_PACKETS] = {0};
+    uint4 q[MK_PAIR_PACKETS];
+#pragma unroll 1
+    for (uint32_t r = 0; r < nrows; r++) {
+        uint32_t top = 0;
+#pragma unroll 1
+        for (uint32_t i = d->tid; i < all; i += MK_PAIR_PACKETS * MK_COMPUTE) {
+            const uint4 *row = w.base + r * w.row_packets + i;
+#pragma unroll
+            for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) {
+                const uint32_t p = i + j * MK_COMPUTE;
+                count[j] = p < all ? mk_pair_packet(&w, p - mk_quot(p, w.by_per) * w.per, &at[j]) : 0;
+                q[j] = count[j] ? mk_packet_load(row + j * MK_COMPUTE) : make_uint4(0, 0, 0, w.epoch);
+            }
+            uint32_t looks = 0;
+            for (bool again = true; again;) {
+                again = false;
+                uint32_t late = 0, found = 0;
+#pragma unroll
+                for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++)
+                    if (q[j].w != w.epoch) {
+                        again = true;
+                        late = i + j * MK_COMPUTE;
+                        found = q[j].w;
+                        q[j] = mk_packet_load(row + j * MK_COMPUTE);
+                    }
+                if (again) again = mk_still_waiting(++looks, 0, r, late, found);
+            }
+            mk_waited(looks);
+#pragma unroll
+            for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) {
+                float y[6];
+                mk_pair_open(q[j], count[j], y);
+#pragma unroll
+                for (uint32_t k = 0; k < 6; k++) top = max(top, __float_as_uint(y[k]) & 0x7fffffffu);
+            }
+        }
+        mk_row_top(d, r, top);
+    }
+    mk_sync();
+    if (!kept) return false;
+    const float scale = mk_row_scale(d, 0);
+#pragma unroll
+    for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) {
+        float y[6];
+        mk_pair_open(q[j], count[j], y);
+        if (count[j]) mk_pair_stage<FORM>(d, 0, mk_quot(d->tid + j * MK_COMPUTE, w.by_per), e->k, at[j], count[j], y, scale);
+    }
+    return true;
+}
+
+/* Inputs of pairs [p0, p0 + n), which have been looked at, to the staging area. */
+template <uint32_t FORM> MK_DEV void mk_pairs_stage(const mk_dev *d, uint32_t T, uint32_t p0, uint32_t n)
+{
+    const mk_insn *in = d->in;
     const mk_expert *e = &in->expert;
     const mk_pairs *pairs = &d->sh->pairs;
-    const mk_tile t = mk_tile_make(e->wtype, e->n, e->k, 1, e->nseg, e->phase, MK_SCALE_ROWS, 0);
-    const uint32_t g = d->lane >> 2, stride = mk_shape(e->k, 1, d->step->nrows).stride;
-    uint32_t ring = mk_ring_at(d, MK_EXPERT);
-    for (uint32_t b = 0; b < batch; b++) {
-        uint32_t x = MK_NO_COLUMN; /* column g: row g, if it chose this expert */
-        for (uint32_t k = pairs->first[j0 + b]; k < pairs->first[j0 + b + 1]; k++)
-            if (pairs->row[k] == g) x = (k - p0) * stride;
-        mk_red_put(d, b * size, &t, ring, mk_product(MK_EXPERT, ring, &t, 0, t.nst, x, 0, MK_NO_NORM, mk_no_sum()));
-        ring += t.nst;
-        mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
+    const mk_pairs_walk w = mk_pairs_walk_of(d, T);
+#pragma unroll 1
+    for (uint32_t i = d->tid; i < n * w.per; i += MK_COMPUTE) {
+        const uint32_t pair = p0 + mk_quot(i, w.by_per), p = i - (pair - p0) * w.per, row = pairs->row[pair];
+        uint32_t at, count = mk_pair_packet(&w, p, &at);
+        float y[6];
+        if (!count) continue;
+        mk_pair_open(mk_packet_load(w.base + row * w.row_packets + pairs->rank[pair] * w.per + p), count, y);
+        mk_pair_stage<FORM>(d, p0, pair, e->k, at, count, y, mk_row_scale(d, row));
     }
-    mk_ring_pass(d, MK_EXPERT, ring);
 }
 
-MK_DEV void mk_expert_down_run(const mk_dev *d)
+/* The next batch of experts, from j0 of the union on: those whose inputs fit the staging area, and whose products the reduction area. Stages them and lists their
+ * products. All compute threads; the staging area and the reduction area are not in use. */
+template <uint32_t FORM> MK_DEV uint32_t mk_down_batch(const mk_dev *d, uint32_t j0)
 {
     const mk_insn *in = d->in;
     const mk_expert *e = &in->expert;
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
-    const mk_vec *out = &d->sh->vec[in->signal_vec], *base = &d->sh->vec[in->wait[2].vec], *u = &d->sh->vec[in->wait[0].vec];
     const mk_pairs *pairs = &d->sh->pairs;
-    const uint32_t nrows = d->step->nrows, n = e->n, n_union = routes->n_union;
-    const mk_stage_shape shape = mk_shape(e->k, 1, nrows);
-    const mk_tile t = mk_tile_make(e->wtype, n, e->k, 1, e->nseg, e->phase, MK_SCALE_ROWS, 0);
-    const uint32_t fit = (MK_STAGING - MK_SUMS * 4) / shape.stride, T = u->nslice / e->topk, packets = (n + 2) / 3;
-    const uint32_t size = mk_red_size(d, t.log_tiles), slots = mk_small_quot(MK_RED_FLOATS, size), most = mk_small_quot(MK_SUMS, nrows * n);
-    /* this thread's packet of the result: row r, values i, i + 1, i + 2 */
-    const uint32_t r = d->tid / packets, p = d->tid - r * packets, i = 3 * p;
-    const bool has = r < nrows;
-    float *sums = (float *)(d->sh->staging + MK_STAGING) - MK_SUMS; /* products of some experts, reduced */
-    float sum[3] = {0, 0, 0};
-    mk_staged_drop(d);
+    const uint32_t nrows = d->step->nrows, n = e->n, n_union = routes->n_union, bytes = mk_staged_bytes(e->k, FORM), T = mk_small_quot(d->sh->vec[in->wait[0].vec].nslice, e->topk);
+    const uint32_t fit = mk_small_quot(MK_DOWN_STAGING, bytes), size = mk_red_size(n, nrows), slots = min(mk_small_quot(MK_RED_FLOATS, size), MK_MAX_JOBS);
+    const uint32_t p0 = pairs->first[j0];
+    uint32_t j1 = j0 + 1;
+    while (j1 < n_union && j1 - j0 < slots && pairs->first[j1 + 1] - p0 <= fit) j1++;
+    const uint32_t batch = j1 - j0, there = pairs->first[j1] - p0;
+    if (d->tid < batch) {
+        mk_job *job = &d->sh->job[d->tid];
+        const uint32_t j = j0 + d->tid, first = pairs->first[j];
+        const mk_tile tile = mk_tile_make(e->wtype, n, e->k, 1, e->nseg, e->phase, MK_SCALE_ROWS, 0);
+        job->rows = n;
+        job->phase = e->phase;
+        job->stages = MK_STAGES_WORD(tile.per, tile.nst);
+        job->x = mk_smem(d->sh->staging) + (first - p0) * bytes;
+        job->cols = pairs->first[j + 1] - first;
+        job->base = d->tid * size;
+        job->j = j;
+        job->t = first;
+    }
+    if (d->tid == 0) d->sh->next_job = j1;
+    if (j0 || !mk_pairs_look<FORM>(d, T, there)) mk_pairs_stage<FORM>(d, T, p0, there);
+    if (d->tid < there) mk_stage_pad(mk_smem(d->sh->staging) + d->tid * bytes, e->k, FORM == MK_X_F16); /* the last K block is padded */
+    mk_sync();
+    if (!j0) {
+        const mk_input x = {0, e->k, MK_PRO_NONE, 0, 0, FORM, 0};
+        mk_factor_share(d, &x);
+        mk_trace_input(d);
+    }
+    return batch;
+}
+template <uint32_t FORM> MK_CALL uint32_t mk_down_stage(const mk_insn *in, uint32_t j0)
+{
+    const mk_dev here = mk_here(in);
+    return mk_down_batch<FORM>(&here, j0);
+}
+MK_DEV uint32_t mk_down_next(const mk_insn *in, uint32_t j0)
+{
+    return in->expert.wtype == MK_W_FP8 ? mk_down_stage<MK_X_F16>(in, j0) : mk_down_stage<MK_X_BF16>(in, j0);
+}
 
-    if (has && base->scope != MK_LOCAL) {
-        const mk_wait *w = &in->wait[2];
-        const uint4 q = mk_packet_wait(mk_wait_packets(d, w, base, r) + p, w, r, p, mk_wait_epoch(d, w));
-        sum[0] = __uint_as_float(q.x);
-        sum[1] = __uint_as_float(q.y);
-        sum[2] = __uint_as_float(q.z);
-    }
-    for (uint32_t j0 = 0; j0 < n_union;) {
-        uint32_t j1 = j0 + 1, p0 = pairs->first[j0];
-        while (j1 < n_union && pairs->first[j1 + 1] - p0 <= fit) j1++;
-        mk_pairs_gather(in, T, p0, pairs->first[j1] - p0, shape.stride);
-        mk_sync();
-        if (!j0) mk_trace_input(d);
-        if (j0 == 0 && base->scope == MK_LOCAL && has) /* written by other threads: after a barrier */
-            for (uint32_t k = 0; k < 3 && i + k < n; k++) sum[k] = ((const float *)mk_local_at(d, in->wait[2].vec))[r * n + i + k];
-        while (j0 < j1) {
-            uint32_t batch = j1 - j0 < slots ? j1 - j0 : slots;
-            batch = batch < most ? batch : most;
-            mk_down_products(in, j0, batch, p0, size);
-            mk_sync();
-            /* each product is reduced whole, then the experts are added in ascending id */
-            for (uint32_t k = d->tid; k < batch * nrows * n; k += MK_COMPUTE) {
-                const uint32_t row = k / n, b = row / nrows;
-                sums[k] = mk_red_get(b * size, mk_red_form(&t), k - row * n, row - b * nrows);
+MK_CALL uint32_t mk_expert_down_begin(const mk_insn *in)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_input x = {0, in->expert.k, MK_PRO_NONE, 0, 0, mk_form(in->expert.wtype, false), 0};
+    mk_staged(d, &x, false);
+    return mk_down_next(in, 0);
+}
+
+/* Adds the batch's products to the rows' sums, in ascending id of the expert: a lane a value, in units of 30. The sums of a batch that is not the last wait behind the
+ * staged inputs. */
+MK_CALL uint32_t mk_expert_down_end(const mk_insn *in, uint32_t batch)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_expert *e = &in->expert;
+    const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
+    const mk_wait *w = &in->wait[2];
+    const mk_vec *out = &d->sh->vec[in->signal_vec], *from = &d->sh->vec[w->vec];
+    const mk_job *jobs = d->sh->job;
+    const uint32_t nrows = d->step->nrows, n = e->n, units = mk_units(n), next = d->sh->next_job, epoch = mk_wait_epoch(d, w);
+    const bool first = jobs->j == 0, last = next == routes->n_union, local = from->scope == MK_LOCAL;
+    float *sums = (float *)(d->sh->staging + MK_DOWN_STAGING);
+    const mk_unit_at u0 = mk_unit_first(d->warp, units);
+    uint4 look = make_uint4(0, 0, 0, epoch + 1); /* what the products are added to, asked for before the barrier */
+    const uint32_t i0 = u0.group * MK_UNIT + d->lane;
+    if (first && !local && u0.row < nrows && i0 < n && d->lane < MK_UNIT) look = mk_packet_load(mk_wait_packets(d, w, from, u0.row) + i0 / 3);
+    mk_sync();
+    if (last) mk_trace_publish(d);
+    for (mk_unit_at u = u0; u.row < nrows; mk_unit_next(&u, units)) {
+        const uint32_t r = u.row, i = u.group * MK_UNIT + d->lane;
+        const bool has = i < n && d->lane < MK_UNIT;
+        float y = 0;
+        if (has) {
+            if (!first) {
+                y = sums[r * n + i];
+            } else if (local) {
+                y = ((const float *)mk_local_at(d, w->vec))[r * n + i];
+            } else {
+                look = mk_packet_get(mk_wait_packets(d, w, from, r) + i / 3, look, epoch, 2, r, i / 3);
+                y = __uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z);
+                look.w = epoch + 1;
             }
-            mk_sync();
-            for (uint32_t b = 0; has && b < batch; b++) {
-                const uint32_t rank = routes->rank[r][j0 + b];
-                if (rank == 255) continue;
-                const float weight = routes->weight[r][rank], *y = sums + (b * nrows + r) * n + i;
-#pragma unroll
-                for (uint32_t k = 0; k < 3; k++)
-                    if (i + k < n) sum[k] = __fadd_rn(sum[k], __fmul_rn(weight, y[k]));
+            const float factor = d->sh->factor[d->memo->parity][r];
+#pragma unroll 4
+            for (uint32_t b = 0; b < batch; b++) {
+                const mk_job *job = jobs + b;
+                const uint32_t rank = routes->rank[r][job->j];
+                uint32_t c = 0;
+                if (nrows > 1)
+                    while (c < job->cols && d->sh->pairs.row[job->t + c] != r) c++;
+                const float x = mk_red_get(job->base, mk_red_form_of(n, job->stages >> 16, job->cols), i, c < job->cols ? c : 0) * factor;
+                if (rank != 255) y = __fadd_rn(y, __fmul_rn(routes->weight[r][rank], x));
             }
-            j0 += batch;
+            if (!last) sums[r * n + i] = y;
         }
+        __syncwarp();
+        if (last) mk_publish_unit(out, mk_signal_packets(d, out, r, in->signal_slice), n, u.group, y, mk_signal_epoch(d), d->lane);
     }
-    mk_trace_publish(d);
-    if (has)
-        mk_packet_store(mk_signal_packets(d, out, r, in->signal_slice) + p, __float_as_uint(sum[0]), i + 1 < n ? __float_as_uint(sum[1]) : 0,
-                        i + 2 < n ? __float_as_uint(sum[2]) : 0, mk_signal_epoch(d));
+    if (last) return 0;
+    mk_sync();
+    return mk_down_next(in, next);
 }
 
 #endif

@@ -10,80 +10,76 @@ MK_DEV uint32_t mk_cut(uint32_t t, uint32_t n, mk_divisor by)
     return mk_quot(t * n, by);
 }
 
-/* The worker's slices, in order: expert j of the union, slice t = first, first + workers, ... of it; shift: j * T modulo the workers. */
-typedef struct mk_deal {
-    uint32_t j, t, shift;
-} mk_deal;
-/* The first of expert p->j at least. */
-MK_DEV uint32_t mk_deal_first(uint32_t shift, uint32_t worker, uint32_t workers)
-{
-    return worker >= shift ? worker - shift : worker + workers - shift;
-}
-/* The next slice at or after *p; false when there is none left. */
-MK_DEV bool mk_deal_settle(mk_deal *p, uint32_t n_union, uint32_t T, uint32_t worker, uint32_t workers)
-{
-    while (p->t >= T) {
-        if (++p->j >= n_union) return false;
-        for (p->shift += T; p->shift >= workers; p->shift -= workers) {}
-        p->t = mk_deal_first(p->shift, worker, workers);
-    }
-    return p->j < n_union;
-}
-
-MK_DEV void mk_expert_up_run(const mk_dev *d)
+/* Slices are dealt round: the worker's k-th is slice number worker + k * workers of the union's n_union * T. Lists those from `first` on; returns how many. The
+ * list is there for all after the next barrier. */
+MK_DEV uint32_t mk_up_list(const mk_dev *d, uint32_t first)
 {
     const mk_expert *e = &d->in->expert;
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, d->in->wait[1].vec);
-    const mk_vec *out = &d->sh->vec[d->in->signal_vec];
-    const uint32_t nrows = d->step->nrows, T = e->T, workers = d->a->workers, n_union = routes->n_union;
-    const mk_stage_shape shape = mk_shape(e->k, 1, nrows);
+    const uint32_t nrows = d->step->nrows, T = e->T, workers = d->a->workers, all = routes->n_union * T, begin = d->worker + first * workers;
     const mk_divisor by_T = mk_div_by(T);
-    const mk_tile widest = mk_tile_make(e->wtype, 2 * mk_small_quot(e->inter + T - 1, T), e->k, 2, e->nseg, 0, MK_SCALE_ROWS, 0);
-    const uint32_t size = mk_red_size(d, widest.log_tiles), slots = mk_small_quot(MK_RED_FLOATS, size);
-
-    if (!mk_staged(d, &d->in->wait[0], 0, e->k, MK_PRO_RMS, e->param_off, 1, true)) {
-        mk_gather(d->in, 0, e->k, 0, e->k, e->param_off, shape, MK_GATHER_SUM);
-        mk_sync();
-        mk_rstd_share(d, e->k, e->eps);
+    const uint32_t size = mk_red_size(2 * (mk_quot(e->inter - 1, by_T) + 1), nrows), slots = min(mk_small_quot(MK_RED_FLOATS, size), MK_MAX_JOBS);
+    const uint32_t left = begin < all ? mk_small_quot(all - begin + workers - 1, workers) : 0, n = min(left, slots), i = d->tid;
+    if (i < n) {
+        const uint32_t slice = begin + i * workers, j = mk_quot(slice, by_T), t = slice - j * T, row0 = mk_cut(t, e->inter, by_T);
+        mk_job *job = &d->sh->job[i];
+        job->rows = 2 * (mk_cut(t + 1, e->inter, by_T) - row0);
+        job->phase = row0 % MK_SCALE_ROWS;
+        const mk_tile tile = mk_tile_make(e->wtype, job->rows, e->k, 2, e->nseg, job->phase, MK_SCALE_ROWS, 0);
+        job->stages = MK_STAGES_WORD(tile.per, tile.nst);
+        job->x = mk_smem(d->sh->staging);
+        job->cols = nrows;
+        job->base = i * size;
+        job->j = j;
+        job->t = t;
     }
+    if (i == 0) d->sh->next_job = first + n;
+    return n;
+}
+
+template <uint32_t FORM> MK_DEV void mk_up_stage(const mk_dev *d)
+{
+    const mk_input x = mk_up_input(d->in);
+    mk_stage_input<FORM>(d, &x, true, 0, x.k);
+}
+MK_CALL uint32_t mk_expert_up_begin(const mk_insn *in)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const uint32_t n = mk_up_list(d, 0);
+    if (in->expert.wtype == MK_W_FP8)
+        mk_up_stage<MK_X_F16>(d);
+    else
+        mk_up_stage<MK_X_BF16>(d);
+    mk_sync(); /* it may have been staged before */
+    return n;
+}
+MK_CALL uint32_t mk_expert_up_end(const mk_insn *in, uint32_t n)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_expert *e = &in->expert;
+    const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
+    const mk_vec *out = &d->sh->vec[in->signal_vec];
+    const uint32_t nrows = d->step->nrows, epoch = mk_signal_epoch(d);
+    if (!n) return 0;
     mk_sync();
-    mk_trace_input(d);
-
-    mk_deal at = {0, d->worker, 0};
-    bool more = mk_deal_settle(&at, n_union, T, d->worker, workers);
-    mk_tile t = widest;
-    while (more) {
-        mk_deal from = at;
-        uint32_t ring = mk_ring_at(d, MK_EXPERT);
-        uint32_t n = 0;
-        for (; more && n < slots; n++) {
-            uint32_t row0 = mk_cut(at.t, e->inter, by_T), rows = mk_cut(at.t + 1, e->inter, by_T) - row0;
-            if (t.rows != 2 * rows) t = mk_tile_make(e->wtype, 2 * rows, e->k, 2, e->nseg, 0, MK_SCALE_ROWS, 0);
-            t.phase = row0 % MK_SCALE_ROWS;
-            mk_red_put(d, n * size, &t, ring, mk_product(MK_EXPERT, ring, &t, 0, t.nst, mk_column(d, shape), 0, MK_NO_NORM, mk_no_sum()));
-            ring += t.nst;
-            mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
-            at.t += workers;
-            more = mk_deal_settle(&at, n_union, T, d->worker, workers);
-        }
-        mk_ring_pass(d, MK_EXPERT, ring);
-        mk_sync();
-        mk_trace_publish(d);
-        for (uint32_t slot = 0; slot < n; slot++) {
-            uint32_t row0 = mk_cut(from.t, e->inter, by_T), rows = mk_cut(from.t + 1, e->inter, by_T) - row0, units = mk_units(rows);
-            if (t.rows != 2 * rows) t = mk_tile_make(e->wtype, 2 * rows, e->k, 2, e->nseg, 0, MK_SCALE_ROWS, 0);
-            for (mk_unit_at u = mk_unit_first((d->warp - 2 * slot) % MK_WARPS, units); u.row < nrows; mk_unit_next(&u, units)) {
-                const uint32_t r = u.row, group = u.group, i = group * MK_UNIT + d->lane, rank = routes->rank[r][from.j];
-                if (rank == 255) continue;
-                float y = 0, norm = d->sh->rstd[d->memo->parity][r];
-                if (i < rows && d->lane < MK_UNIT) y = mk_siluf(mk_red_get(slot * size, mk_red_form(&t), i, r) * norm) * (mk_red_get(slot * size, mk_red_form(&t), rows + i, r) * norm);
-                mk_publish_unit(out, mk_signal_packets(d, out, r, rank * T + from.t), rows, group, y, mk_signal_epoch(d), d->lane);
-            }
-            from.t += workers;
-            mk_deal_settle(&from, n_union, T, d->worker, workers);
-        }
-        mk_sync();
+    mk_trace_publish(d);
+    /* a warp a unit of a slice and row */
+    const uint32_t units = mk_units(mk_small_quot(e->inter + e->T - 1, e->T)), every = nrows * units;
+    for (uint32_t u = d->warp; u < n * every; u += MK_WARPS) {
+        const uint32_t slot = u / every, left = u - slot * every, r = left / units, group = left - r * units;
+        const mk_job *job = &d->sh->job[slot];
+        const uint32_t rows = job->rows / 2, i = group * MK_UNIT + d->lane, rank = routes->rank[r][job->j], form = mk_red_form_of(job->rows, job->stages >> 16, nrows);
+        if (rank == 255 || group * MK_UNIT >= rows) continue;
+        const float norm = d->sh->factor[d->memo->parity][r];
+        float y = 0;
+        if (i < rows && d->lane < MK_UNIT) y = mk_siluf(mk_red_get(job->base, form, i, r) * norm) * (mk_red_get(job->base, form, rows + i, r) * norm);
+        mk_publish_unit(out, mk_signal_packets(d, out, r, rank * e->T + job->t), rows, group, y, epoch, d->lane);
     }
+    const uint32_t next = d->sh->next_job;
+    mk_sync();
+    n = mk_up_list(d, next);
+    if (n) mk_sync();
+    return n;
 }
 
 #endif

@@ -18,24 +18,29 @@ MK_DEV uint4 mk_gemv_look(const mk_dev *d)
     return q;
 }
 
-/* Epilogue: units of 30 values, a warp each. `look`: mk_gemv_look. */
-MK_DEV void mk_gemv_finish(const mk_dev *d, uint32_t form, uint32_t base, uint4 look)
+/* After the product: units of 30 values, a warp each. */
+MK_CALL uint32_t mk_gemv_end(const mk_insn *in)
 {
-    const mk_insn *in = d->in;
+    const mk_dev here = mk_here(in), *d = &here;
+    uint32_t form, base;
+    if (!mk_static_done(d, &form, &base)) return mk_static_next(in, d->memo->chunk + 1);
+    uint4 look = mk_gemv_look(d);
+    mk_sync();
+    mk_trace_publish(d);
     const mk_gemv *g = &in->gemv;
     const mk_vec *out = &d->sh->vec[in->signal_vec];
     const uint32_t nrows = d->step->nrows, n = g->n, units = mk_units(n), epilogue = g->epilogue;
     for (mk_unit_at u = mk_unit_first(d->warp, units); u.row < nrows; mk_unit_next(&u, units)) {
         const uint32_t r = u.row, group = u.group, i = group * MK_UNIT + d->lane;
         const bool has = i < n && d->lane < MK_UNIT;
-        const float norm = (g->prologue == MK_PRO_RMS ? d->sh->rstd[d->memo->parity][r] : 1.0f) * g->scale;
+        const float norm = d->sh->factor[d->memo->parity][r] * g->scale;
         float y = 0, gate = 1;
         if (epilogue == MK_EPI_GATED) { /* one f32 value of wait 2; every lane looks it up */
             const mk_wait *w = &in->wait[2];
             const mk_vec *gv = &d->sh->vec[w->vec];
             const uint16_t *start = d->sh->start + gv->start_index + w->slice0;
             const uint32_t s = mk_find_slice(start, w->nslice, g->gate_off, d->lane), at = g->gate_off - start[s], p = s * gv->slice_packets + at / 3;
-            const uint4 q = mk_packet_wait(mk_wait_packets(d, w, gv, r) + p, w, r, p, mk_wait_epoch(d, w));
+            const uint4 *from = mk_wait_packets(d, w, gv, r) + p, q = mk_packet_get(from, mk_packet_load(from), mk_wait_epoch(d, w), 2, r, p);
             gate = mk_sigmoidf(__uint_as_float(at % 3 == 0 ? q.x : at % 3 == 1 ? q.y : q.z));
         }
         if (has) {
@@ -47,7 +52,7 @@ MK_DEV void mk_gemv_finish(const mk_dev *d, uint32_t form, uint32_t base, uint4 
                 if (d->sh->vec[w->vec].scope == MK_LOCAL) {
                     res = ((const float *)mk_local_at(d, w->vec))[r * n + i];
                 } else {
-                    if (look.w != mk_wait_epoch(d, w)) look = mk_packet_wait(mk_wait_packets(d, w, &d->sh->vec[w->vec], r) + i / 3, w, r, i / 3, mk_wait_epoch(d, w));
+                    look = mk_packet_get(mk_wait_packets(d, w, &d->sh->vec[w->vec], r) + i / 3, look, mk_wait_epoch(d, w), 1, r, i / 3);
                     res = __uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z);
                 }
                 y = __fadd_rn(res, __fmul_rn(gate, y));
@@ -61,6 +66,8 @@ MK_DEV void mk_gemv_finish(const mk_dev *d, uint32_t form, uint32_t base, uint4 
             mk_publish_unit(out, mk_signal_packets(d, out, r, in->signal_slice), n, group, y, mk_signal_epoch(d), d->lane);
         }
     }
+    return 0;
 }
+
 
 #endif

@@ -1,4 +1,4 @@
-/* KV_APPEND on the device: the warps share the rows while they read; then one of a row's warps has the whole row. Semantics: kv_append.c. */
+/* KV_APPEND on the device: the warps share the rows. Semantics: kv_append.c. */
 #ifndef MK_KV_APPEND_CUH
 #define MK_KV_APPEND_CUH
 
@@ -20,6 +20,17 @@ MK_DEV uint32_t mk_warps_a_row(uint32_t nrows)
     return nrows <= 1 ? MK_WARPS : nrows <= 2 ? MK_WARPS / 2 : nrows <= 4 ? MK_WARPS / 4 : MK_WARPS / 8;
 }
 
+/* Parameters on their way into shared memory while the values are waited for; mk_param_there, then a barrier. They lie at any float. */
+MK_DEV void mk_param_ask(float *to, const float *from, uint32_t n)
+{
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < n; i += MK_COMPUTE) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(mk_smem(to + i)), "l"(from + i) : "memory");
+}
+MK_DEV void mk_param_there(void)
+{
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 MK_CALL void mk_kv_append_run(const mk_insn *in)
 {
     constexpr uint32_t PAIRS = 10; /* a lane's, of a row of up to 640 values */
@@ -27,42 +38,34 @@ MK_CALL void mk_kv_append_run(const mk_insn *in)
     const mk_mla *m = &d->in->mla;
     const uint32_t latent = m->latent, n = latent + m->rope, warps = mk_warps_a_row(d->step->nrows), r = d->warp / warps, k0 = d->warp % warps, lane = d->lane;
     const mk_row *row = &d->step->row[r];
-    float *x = (float *)d->sh->staging + r * n;
-    const bool mine = r < d->step->nrows && k0 == 0;
-    float2 gamma[PAIRS];
-    float freq = 0;
+    float *x = (float *)d->sh->staging + r * n, *gamma = (float *)d->sh->staging + MK_MAX_ROWS * n;
     uint32_t *dst = 0;
     mk_staged_drop(d);
-    if (mine) { /* asked for before the values are there */
-        const float2 *param = (const float2 *)(d->a->param + m->param_off);
-#pragma unroll
-        for (uint32_t k = 0; k < PAIRS; k++)
-            if (lane + 32 * k < latent / 2) gamma[k] = make_float2(__ldg((const float *)(param + lane + 32 * k)), __ldg((const float *)(param + lane + 32 * k) + 1));
-        if (m->rotary && lane < m->rope / 2) freq = __ldg((const float *)param + latent + lane);
+    mk_param_ask(gamma, d->a->param + m->param_off, latent + (m->rotary ? m->rope / 2 : 0));
+    if (r < d->step->nrows) {
         dst = (uint32_t *)mk_kv_at(d, m->kv_off, row->slot, row->pos, n * 2);
+        mk_read_together(d, 0, r, m->in_off, n, x, k0 * 32 + lane, warps * 32);
     }
-    if (r < d->step->nrows) mk_read_together(&d->in->wait[0], r, m->in_off, n, x, k0 * 32 + lane, warps * 32);
+    mk_param_there();
     mk_sync();
     mk_trace_input(d);
-    if (mine) {
-        float2 v[PAIRS];
+    if (dst) { /* every warp of the row has the whole sum */
         float sum = 0;
 #pragma unroll
         for (uint32_t k = 0; k < PAIRS; k++) {
-            v[k] = make_float2(0, 0);
-            if (lane + 32 * k < latent / 2) v[k] = ((const float2 *)x)[lane + 32 * k];
-            sum = __fmaf_rn(v[k].y, v[k].y, __fmaf_rn(v[k].x, v[k].x, sum));
+            const float2 v = lane + 32 * k < latent / 2 ? ((const float2 *)x)[lane + 32 * k] : make_float2(0, 0);
+            sum = __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum));
         }
-        const float rstd = mk_rsqrtf(mk_warp_sum(sum) / (float)latent + m->eps);
-#pragma unroll
-        for (uint32_t k = 0; k < PAIRS; k++)
-            if (lane + 32 * k < latent / 2)
-                dst[lane + 32 * k] = mk_pack_bf16(__fmul_rn(__fmul_rn(v[k].x, rstd), gamma[k].x), __fmul_rn(__fmul_rn(v[k].y, rstd), gamma[k].y));
+        const float rstd = mk_rsqrtf(mk_div(mk_warp_sum(sum), (float)latent) + m->eps);
 #pragma unroll 1
-        for (uint32_t i = lane; i < m->rope / 2; i += 32) {
+        for (uint32_t i = k0 * 32 + lane; i < latent / 2; i += warps * 32) {
+            const float2 v = ((const float2 *)x)[i];
+            dst[i] = mk_pack_bf16(__fmul_rn(__fmul_rn(v.x, rstd), gamma[2 * i]), __fmul_rn(__fmul_rn(v.y, rstd), gamma[2 * i + 1]));
+        }
+#pragma unroll 1
+        for (uint32_t i = k0 == warps - 1 ? lane : m->rope / 2; i < m->rope / 2; i += 32) {
             float a = x[latent + 2 * i], b = x[latent + 2 * i + 1];
-            if (i >= 32 && m->rotary) freq = __ldg(d->a->param + m->param_off + latent + i);
-            if (m->rotary) mk_rotate_pair(&a, &b, freq, row->pos);
+            if (m->rotary) mk_rotate_pair(&a, &b, gamma[latent + i], row->pos);
             dst[latent / 2 + i] = mk_pack_bf16(a, b);
         }
     }

@@ -15,9 +15,15 @@ MK_DEV void mk_stats_publish(const mk_dev *d, uint32_t row, float max, uint32_t 
 }
 
 /* Also for a step without rows that need logits, which has no product. */
-MK_CALL void mk_lm_head_finish(const mk_insn *in, uint32_t form, uint32_t base)
+MK_CALL uint32_t mk_lm_head_end(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
+    uint32_t form = 0, base = 0;
+    if (d->step->any_logits) {
+        if (!mk_static_done(d, &form, &base)) return mk_static_next(in, d->memo->chunk + 1);
+        mk_sync();
+        mk_trace_publish(d);
+    }
     constexpr uint32_t PER = MK_SEGMENT_ROWS / 32;
     const mk_lm_head *l = &d->in->lm_head;
     const uint32_t n = l->n, r = d->warp;
@@ -26,7 +32,7 @@ MK_CALL void mk_lm_head_finish(const mk_insn *in, uint32_t form, uint32_t base)
         float y[PER], max = -INFINITY, sum = 0;
         uint32_t id = 0xffffffffu;
         if (d->step->row[r].flags & MK_ROW_LOGITS) {
-            const float norm = d->sh->rstd[d->memo->parity][r];
+            const float norm = d->sh->factor[d->memo->parity][r];
 #pragma unroll
             for (uint32_t k = 0; k < PER; k++) {
                 uint32_t i = d->lane + 32 * k;
@@ -55,6 +61,7 @@ MK_CALL void mk_lm_head_finish(const mk_insn *in, uint32_t form, uint32_t base)
         if (d->lane == 0) mk_stats_publish(d, r, max, id, sum);
     }
     mk_bulk_signal(d, l->logits_vec);
+    return 0;
 }
 
 #endif

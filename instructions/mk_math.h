@@ -21,8 +21,30 @@
 #ifdef __CUDA_ARCH__
 MK_FN float mk_mul(float a, float b) { return __fmul_rn(a, b); }
 MK_FN float mk_add(float a, float b) { return __fadd_rn(a, b); }
-MK_FN float mk_div(float a, float b) { return __fdiv_rn(a, b); }
-MK_FN float mk_sqrt(float a) { return __fsqrt_rn(a); }
+/* Division and square root as the hardware's own sequences have them, but without the functions that those call in rare cases: what lives across a call, ptxas
+ * keeps alive in every function from which the callee can be reached. The same bits as IEEE's for results that are not subnormal and |a| >= 2^-100. */
+MK_FN float mk_div(float a, float b)
+{
+    const float k = fabsf(b) > 0x1p64f ? 0x1p-64f : fabsf(b) < 0x1p-64f ? 0x1p64f : 1.0f, c = __fmul_rn(b, k);
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(c));
+    const float rough = __fmul_rn(a, r);
+    r = __fmaf_rn(r, __fmaf_rn(-c, r, 1.0f), r);
+    float q = __fmul_rn(a, r);
+    q = __fmaf_rn(r, __fmaf_rn(-c, q, a), q);
+    q = __fmaf_rn(r, __fmaf_rn(-c, q, a), q);
+    return __fmul_rn(q == q ? q : rough, k); /* an infinity or a zero among them makes NaN of q */
+}
+MK_FN float mk_sqrt(float a)
+{
+    const bool small = a < 0x1p-64f;
+    const float x = small ? __fmul_rn(a, 0x1p64f) : a;
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    float g = __fmul_rn(x, r);
+    g = __fmaf_rn(__fmaf_rn(-g, g, x), __fmul_rn(0.5f, r), g);
+    return a == 0.0f || a == INFINITY ? a : small ? __fmul_rn(g, 0x1p-32f) : g;
+}
 MK_FN double mk_dmul(double a, double b) { return __dmul_rn(a, b); }
 MK_FN double mk_dadd(double a, double b) { return __dadd_rn(a, b); }
 MK_FN float mk_float_of(uint32_t u) { return __uint_as_float(u); }

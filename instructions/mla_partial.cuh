@@ -5,10 +5,10 @@
 #include "instructions/attention.cuh"
 #include "instructions/kv_append.cuh"
 
-/* q~ of heads [h0, h0 + heads), whose values follow each other in wait 0, by all warps but the waiter. */
+/* q~ of heads [h0, h0 + heads), whose values follow each other in wait 0. */
 MK_DEV void mk_mla_latents(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_t h0, uint32_t heads)
 {
-    constexpr uint32_t NP = 2, THREADS = 32 * MK_ATT_WAITER;
+    constexpr uint32_t NP = 3; /* packets in flight: eight heads of 512 are 683 */
     const mk_wait *w = &d->in->wait[0];
     const mk_vec *v = &d->sh->vec[w->vec];
     const uint16_t *start = d->sh->start + v->start_index + w->slice0;
@@ -18,15 +18,16 @@ MK_DEV void mk_mla_latents(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_
     const mk_divisor by = mk_div_by_slice(v), by_head = mk_div_by(latent);
     uint8_t *q = d->sh->staging;
 #pragma unroll 1
-    for (uint32_t i0 = d->tid;; i0 += NP * THREADS) {
+    for (uint32_t i0 = d->tid;; i0 += NP * MK_COMPUTE) {
         uint4 x[NP];
         int at[NP], to[NP]; /* the packet's first value and the end of its values, from head h0's first on */
-        uint32_t from[NP], more = 0;
+        uint32_t from[NP], more = 0, looks = 0;
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
-            const uint32_t i = i0 + k * THREADS, s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
+            const uint32_t i = i0 + k * MK_COMPUTE, s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
             at[k] = to[k] = 0;
             from[k] = s * sp + p;
+            x[k] = make_uint4(0, 0, 0, epoch);
             if (s >= w->nslice || start[s] >= end) continue;
             more = 1;
             at[k] = (int)(start[s] + 6 * p) - (int)first;
@@ -34,75 +35,81 @@ MK_DEV void mk_mla_latents(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_
             if (at[k] < to[k]) x[k] = mk_packet_load(base + from[k]);
         }
         if (!more) break;
+        while (x[0].w != epoch || x[1].w != epoch || x[2].w != epoch) {
+            const bool a = x[0].w != epoch, b = x[1].w != epoch;
+            if (!mk_still_waiting(++looks, 0, r, a ? from[0] : b ? from[1] : from[2], a ? x[0].w : b ? x[1].w : x[2].w)) break;
+#pragma unroll
+            for (uint32_t k = 0; k < NP; k++)
+                if (x[k].w != epoch) x[k] = mk_packet_load(base + from[k]);
+        }
+        mk_waited(looks);
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
             if (at[k] >= to[k]) continue;
-            if (x[k].w != epoch) x[k] = mk_packet_wait(base + from[k], w, r, from[k], epoch);
-            const uint32_t word[3] = {x[k].x, x[k].y, x[k].z};
+            const uint32_t word[3] = {x[k].x, x[k].y, x[k].z}, h = at[k] < 0 ? 0 : mk_quot((uint32_t)at[k], by_head), c = (uint32_t)at[k] - h * latent;
+            const int left = to[k] - at[k], n = left < 6 ? left : 6;
+            if (at[k] >= 0 && !((at[k] | n) & 1) && c + (uint32_t)n <= latent) { /* pairs of one head */
+                uint8_t *row = mk_att_at(q, h, 0);
 #pragma unroll
-            for (int j = 0; j < 3; j++) {
-                const int c = at[k] + 2 * j; /* two values: together where they are neighbours in a fragment */
-                if (!(c & 1) && c >= 0 && c + 1 < to[k]) {
-                    const uint32_t h = mk_quot((uint32_t)c, by_head);
-                    *(uint32_t *)mk_att_at(q, h, (uint32_t)c - h * latent) = word[j];
-                } else {
+                for (uint32_t j = 0; j < 3; j++)
+                    if (2 * (int)j < n) *(uint32_t *)mk_att_at(row, 0, c + 2 * j) = word[j];
+            } else {
 #pragma unroll 1
-                    for (int e = c; e < c + 2; e++) {
-                        const uint32_t h = mk_quot((uint32_t)e, by_head);
-                        if (e >= 0 && e < to[k]) *(uint16_t *)mk_att_at(q, h, (uint32_t)e - h * latent) = (uint16_t)(word[j] >> (16 * (e - c)));
-                    }
+                for (int e = at[k] < 0 ? -at[k] : 0; e < n; e++) {
+                    const uint32_t v = (uint32_t)(at[k] + e), h = mk_quot(v, by_head), w = e < 2 ? word[0] : e < 4 ? word[1] : word[2];
+                    *(uint16_t *)mk_att_at(q, h, v - h * latent) = (uint16_t)(w >> (16 * (e & 1)));
                 }
             }
         }
     }
 }
 
-/* q_pe of head h0 + h, by one warp; with it whatever of the last blocks neither part covers, as zeros. */
-MK_DEV void mk_mla_positional(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_t h0, uint32_t h)
+/* q_pe of head h0 + h, by one warp; with it whatever of the last block it does not cover, as zeros. */
+MK_DEV void mk_mla_positional(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_t h0, uint32_t h, uint32_t two)
 {
-    const uint32_t latent = m->latent, nk = latent + m->rope, fine = latent / 32, pad = (nk + 31) & ~31u;
-    uint8_t *q = d->sh->staging;
-    float *x = (float *)(q + mk_att_query_bytes(nk, fine)) + d->warp * (pad - 32 * fine); /* from value 32 fine on */
+    const uint32_t latent = m->latent, rope = m->rope, pad = (rope + 31) & ~31u;
+    const mk_att_queries of = {latent + rope, latent / 32, two};
+    float *x = (float *)(d->sh->staging + mk_att_query_bytes(of.nk, of.fine)) + d->warp * pad;
     float freq = 0;
-    if (m->rotary && d->lane < m->rope / 2) freq = __ldg(d->a->param + m->param_off + latent + d->lane);
-    for (uint32_t c = 32 * fine + d->lane; c < pad; c += 32)
-        if (c < latent || c >= nk) x[c - 32 * fine] = 0;
-    float *pe = x + latent - 32 * fine;
-    if (m->rope) mk_read_together(&d->in->wait[1], r, m->in_off + (h0 + h) * m->qk_stride, m->rope, pe, d->lane, 32);
-    __syncwarp();
+    if (m->rotary && d->lane < rope / 2) freq = __ldg(d->a->param + m->param_off + latent + d->lane);
+    __syncwarp(); /* the head before is read */
+    if (rope + d->lane < pad) x[rope + d->lane] = 0;
+    if (rope) mk_read_together(d, 1, r, m->in_off + (h0 + h) * m->qk_stride, rope, x, d->lane, 32);
     if (m->rotary) {
 #pragma unroll 1
-        for (uint32_t i = d->lane; i < m->rope / 2; i += 32) {
+        for (uint32_t i = d->lane; i < rope / 2; i += 32) {
             if (i >= 32) freq = __ldg(d->a->param + m->param_off + latent + i);
-            mk_rotate_pair(pe + 2 * i, pe + 2 * i + 1, freq, d->step->row[r].pos);
+            mk_rotate_pair(x + 2 * i, x + 2 * i + 1, freq, d->step->row[r].pos);
         }
         __syncwarp();
     }
 #pragma unroll 1
-    for (uint32_t c = 32 * fine + 2 * d->lane; c < pad; c += 64) {
-        const float2 y = *(const float2 *)(x + c - 32 * fine);
-        if (c >= latent)
-            mk_att_put(q, nk, fine, h, c, y.x, y.y);
-        else /* latents have no second plane */
-            *(uint32_t *)mk_att_at(q + mk_att_plane_bytes((nk + 31) / 32), h, c - 32 * fine) = 0;
-    }
+    for (uint32_t c = 2 * d->lane; c < pad; c += 64) mk_att_put(d->sh->staging, &of, h, latent + c, x[c], x[c + 1]);
 }
 
-MK_CALL void mk_mla_partial_run(const mk_insn *in)
+/* Heads of an item of a row, by eight. */
+MK_DEV uint32_t mk_mla_eights(const mk_mla *m, const mk_row *row)
+{
+    return min(mk_head_group(row->pos), m->heads) > 8 ? 2 : 1;
+}
+/* The items of rows with NH times eight heads an item: a function each, for the registers are tight. */
+template <uint32_t NH> MK_CALL void mk_mla_items(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_mla *m = &d->in->mla;
     const uint32_t n = m->latent + m->rope, floats = mk_partial_floats(m->latent);
+    const mk_att_share w = mk_att_deal(true, m->latent);
     const mk_wait *cache = &d->in->wait[2];
-    mk_staged_drop(d);
 #pragma unroll 1
     for (uint32_t r = 0; r < d->step->nrows; r++) {
         const mk_row *row = &d->step->row[r];
+        if (mk_mla_eights(m, row) != NH) continue;
         const uint32_t per = mk_split_pages(row->pos), splits = row->pos / (MK_PAGE * per) + 1, group = mk_head_group(row->pos);
         const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
 #pragma unroll 1
         for (uint32_t i = mk_att_first(m->part, m->parts, r); i < splits * groups.n; i += m->parts) {
-            const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0;
+            const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
+            mk_att_regs regs;
             mk_att x;
             x.pages = d->a->page + (size_t)row->slot * d->a->max_pages;
             x.key_off = m->kv_off;
@@ -112,21 +119,32 @@ MK_CALL void mk_mla_partial_run(const mk_insn *in)
             x.nk = n;
             x.nv = m->latent;
             x.fine = m->latent / 32;
-            x.heads = left < group ? left : group;
+            x.heads = heads;
             x.first = split * per * MK_PAGE;
             x.end = row->pos < x.first + per * MK_PAGE ? row->pos + 1 : x.first + per * MK_PAGE;
             x.scale = m->scale;
             x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * m->all_heads + h0) * floats;
-            mk_att_begin(d, &x, cache);
+            mk_att_begin<true, NH>(d, &x, &w, cache, &regs);
             cache = 0;
-            if (d->warp != MK_ATT_WAITER) mk_mla_latents(d, m, r, h0, x.heads);
-            if (d->warp < x.heads) mk_mla_positional(d, m, r, h0, d->warp);
+#pragma unroll 1
+            for (uint32_t h = d->warp; h < heads; h += MK_WARPS) mk_mla_positional(d, m, r, h0, h, NH > 1);
+            mk_mla_latents(d, m, r, h0, heads);
             mk_sync();
             mk_trace_input(d);
-            mk_attend();
+            mk_attend<true, NH>(d->sh, &regs);
         }
     }
-    mk_bulk_signal(d, d->in->signal_vec);
+}
+
+MK_DEV void mk_mla_partial_run(const mk_insn *in)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    uint32_t eights = 0; /* bit n: rows with n */
+    for (uint32_t r = 0; r < d->step->nrows; r++) eights |= 1u << mk_mla_eights(&in->mla, &d->step->row[r]);
+    mk_staged_drop(d);
+    if (eights & 2) mk_mla_items<1>(in);
+    if (eights & 4) mk_mla_items<2>(in);
+    mk_bulk_signal(d, in->signal_vec);
 }
 
 #endif

@@ -19,7 +19,7 @@ MK_DEV uint32_t mk_order_key(float v)
 /* In the reduction area; then, for as many rows as fit, order keys of the choices and scores: uint32_t key[n], float score[n] a row. A key of 0 is out of the
  * race. */
 typedef struct mk_route_scratch {
-    uint16_t id[MK_MAX_ROWS][MK_MAX_TOPK]; /* ascending */
+    alignas(16) uint16_t id[MK_MAX_ROWS][MK_MAX_TOPK]; /* ascending; 0xffff: none */
     uint32_t chosen[MK_EXPERT_LANES];      /* bit set of all rows' experts */
     uint32_t before[MK_EXPERT_LANES];      /* experts of the union in the words before */
 } mk_route_scratch;
@@ -118,7 +118,7 @@ MK_DEV uint32_t mk_route_choose(uint32_t n, uint32_t topk, uint32_t *key, uint32
             gone = __any_sync(0xffffffffu, won && k1 == 0);
         } while (++k < topk && !gone);
     } while (k < topk);
-    return mine;
+    return mine; /* of lanes without one the greatest number */
 }
 
 /* More than one row: the union of their choices and the pairs. All compute threads. */
@@ -145,16 +145,26 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
     if (tid >= nrows * topk) return;
     uint32_t r = mk_small_quot(tid, topk), k = tid - r * topk, e = x->id[r][k], p = 0, same = 0;
     uint32_t j = x->before[e / 32] + __popc(x->chosen[e / 32] & ((1u << (e % 32)) - 1));
-#pragma unroll 1
-    for (uint32_t i = 0; i < nrows; i++)
-#pragma unroll 1
-        for (uint32_t q = 0; q < topk; q++) {
-            uint32_t o = x->id[i][q];
-            p += o < e || (o == e && i < r);
-            same += o == e && i < r;
+#pragma unroll 2
+    for (uint32_t i = 0; i < nrows; i++) {
+        uint32_t below = 0, upto = 0;
+#pragma unroll
+        for (uint32_t h = 0; h < MK_MAX_TOPK / 8; h++) {
+            const uint4 q = ((const uint4 *)x->id[i])[h];
+            const uint32_t word[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+            for (uint32_t w = 0; w < 4; w++) {
+                const uint32_t lo = word[w] & 0xffffu, hi = word[w] >> 16;
+                below += (uint32_t)(lo < e) + (uint32_t)(hi < e);
+                upto += (uint32_t)(lo <= e) + (uint32_t)(hi <= e);
+            }
         }
+        p += i < r ? upto : below;
+        same += i < r ? upto - below : 0;
+    }
     pairs->row[p] = (uint8_t)r;
     pairs->rank[p] = (uint8_t)k;
+    pairs->expert[p] = (uint8_t)j;
     if (!same) {
         pairs->first[j] = (uint8_t)p;
         out->expert[j] = (uint16_t)e;
@@ -162,40 +172,176 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
     out->rank[r][j] = (uint8_t)k;
 }
 
-/* One warp, one row: choice and weights; alone in its step it is the union as well. */
-MK_DEV void mk_route_row(const mk_dev *d, const mk_route *t, uint32_t r, const float *bias, uint32_t *key, float *score, mk_routes *out, mk_route_scratch *x)
+/* What a warp makes of a row's choice: lane k < topk has the k-th best expert and its score. Alone in its step the row is the union as well, and the expert
+ * loader need not wait for the weights. */
+MK_DEV void mk_route_take(const mk_dev *d, const mk_route *t, uint32_t r, uint32_t e, float w, mk_routes *out, mk_route_scratch *x, bool tell)
 {
     const uint32_t lane = d->lane, topk = t->topk;
-    if (t->score == MK_SCORE_SOFTMAX || t->groups > 1) mk_route_prepare(t, bias, key, score);
-    const uint32_t e = mk_route_choose(t->experts, topk, key, lane);
-    float w = lane < topk ? score[e] : 0.0f, sum = w;
     uint32_t rank = 0; /* chosen experts of lower id; lanes without one have the greatest number */
-#pragma unroll 1
-    for (uint32_t k0 = 0; k0 < topk; k0 += 8)
 #pragma unroll
-        for (uint32_t k = 0; k < 8; k++) rank += __shfl_sync(0xffffffffu, e, k0 + k) < e;
+    for (uint32_t k = 0; k < 8; k++) rank += __shfl_sync(0xffffffffu, e, k) < e;
+    if (topk > 8)
+#pragma unroll
+        for (uint32_t k = 8; k < MK_MAX_TOPK; k++) rank += __shfl_sync(0xffffffffu, e, k) < e;
+    if (d->step->nrows > 1) {
+        if (lane < topk) {
+            x->id[r][rank] = (uint16_t)e;
+            atomicOr(x->chosen + e / 32, 1u << e % 32);
+        }
+    } else {
+        mk_pairs *pairs = &d->sh->pairs;
+        if (lane < topk) out->expert[rank] = (uint16_t)e;
+        if (lane == 0) out->n_union = topk;
+        __syncwarp();
+        if (tell && mk_arrives(lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
+        if (lane < topk) {
+            out->rank[0][rank] = pairs->expert[rank] = pairs->rank[rank] = pairs->first[rank] = (uint8_t)rank;
+            pairs->row[rank] = 0;
+        }
+        if (lane == 0) pairs->first[topk] = (uint8_t)topk;
+    }
+    float sum = w;
 #pragma unroll
     for (int m = MK_MAX_TOPK / 2; m; m >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, m);
-    if (lane >= topk) return;
     if (t->renorm) w = mk_div(w, sum + 1e-20f);
-    out->weight[r][rank] = w * t->scale;
-    if (d->step->nrows > 1) {
-        x->id[r][rank] = (uint16_t)e;
-        atomicOr(x->chosen + e / 32, 1u << e % 32);
-        return;
+    if (lane < topk) out->weight[r][rank] = w * t->scale;
+}
+
+/* One warp, one row. */
+MK_DEV void mk_route_row(const mk_dev *d, const mk_route *t, uint32_t r, const float *bias, uint32_t *key, float *score, mk_routes *out, mk_route_scratch *x)
+{
+    if (t->score == MK_SCORE_SOFTMAX || t->groups > 1) mk_route_prepare(t, bias, key, score);
+    const uint32_t e = mk_route_choose(t->experts, t->topk, key, d->lane);
+    mk_route_take(d, t, r, e, d->lane < t->topk ? score[e] : 0.0f, out, x, true);
+}
+
+/* ---- one row, a thread an expert ------------------------------------------------------------------------------------ */
+
+/* The usual case: then all warps choose together (mk_route_one_run), and nothing is called. */
+MK_DEV bool mk_route_is_one(const mk_insn *in)
+{
+    const mk_route *t = &in->route;
+    return mk_sh()->step.nrows == 1 && t->experts <= MK_COMPUTE && t->score == MK_SCORE_SIGMOID && t->groups <= 1;
+}
+
+typedef struct mk_route_lists {
+    uint32_t key[MK_COMPUTE];
+    uint32_t best[MK_WARPS][MK_MAX_TOPK]; /* keys of a warp's best experts, in order; 0: none */
+    float score[MK_WARPS][MK_MAX_TOPK];
+    uint8_t id[MK_WARPS][MK_MAX_TOPK];    /* in the warp */
+    uint32_t expert[MK_MAX_TOPK];         /* the choice, in order */
+    float weight[MK_MAX_TOPK];
+} mk_route_lists;
+static_assert(sizeof(mk_route_lists) <= MK_RED_FLOATS * 4, "lists fit");
+
+MK_DEV uint32_t mk_count_above(uint4 q, uint32_t key)
+{
+    return (uint32_t)(q.x > key) + (uint32_t)(q.y > key) + (uint32_t)(q.z > key) + (uint32_t)(q.w > key);
+}
+
+/* Every expert counts who comes before it: in its warp, then, if it is among the warp's K best, among those of the others. Ties go to the lower id, which is
+ * that of the lower warp, or lane. */
+template <int K> MK_DEV void mk_route_all_choose(const mk_dev *d, mk_route_lists *x, uint32_t key, float score, uint32_t topk, bool last)
+{
+    constexpr uint32_t PARTS = 32 / K; /* lanes a candidate */
+    const uint32_t lane = d->lane, warp = d->warp, c = lane / PARTS, part = lane % PARTS;
+    x->key[d->tid] = key;
+    __syncwarp();
+    uint32_t rank = __popc(__match_any_sync(0xffffffffu, key) & ((1u << lane) - 1));
+#pragma unroll
+    for (uint32_t j = 0; j < 8; j++) rank += mk_count_above(((const uint4 *)x->key)[warp * 8 + j], key);
+    if (rank < K) {
+        x->best[warp][rank] = key;
+        x->score[warp][rank] = score;
+        x->id[warp][rank] = (uint8_t)lane;
     }
-    mk_pairs *pairs = &d->sh->pairs;
-    out->expert[rank] = (uint16_t)e;
-    out->rank[0][rank] = pairs->rank[rank] = pairs->first[rank] = (uint8_t)rank;
-    pairs->row[rank] = 0;
-    if (lane == 0) {
-        out->n_union = topk;
-        pairs->first[topk] = (uint8_t)topk;
+    mk_sync();
+    if (last) mk_trace_input(d);
+    const uint32_t own = x->best[warp][c];
+    rank = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < MK_WARPS / PARTS; i++) {
+        const uint32_t w = i * PARTS + part, than = w == warp ? 0xffffffffu : w < warp ? own - 1 : own;
+        rank += w == warp ? c : 0;
+#pragma unroll
+        for (uint32_t j = 0; j < K / 4; j++) rank += mk_count_above(((const uint4 *)x->best[w])[j], than);
+    }
+#pragma unroll
+    for (uint32_t m = 1; m < PARTS; m <<= 1) rank += __shfl_xor_sync(0xffffffffu, rank, m);
+    if (part == 0 && own && rank < topk) {
+        x->expert[rank] = warp * 32 + x->id[warp][c];
+        x->weight[rank] = x->score[warp][c];
     }
 }
 
+/* mk_sync; whether any thread says so. */
+MK_DEV bool mk_sync_any(bool say)
+{
+    uint32_t any;
+    __syncwarp();
+    asm volatile("{\n\t.reg .pred p, q;\n\t"
+                 "setp.ne.u32 p, %1, 0;\n\t"
+                 "bar.red.or.pred q, 1, %2, p;\n\t"
+                 "selp.u32 %0, 1, 0, q;\n\t}"
+                 : "=r"(any)
+                 : "r"((uint32_t)say), "n"(MK_COMPUTE)
+                 : "memory");
+    return any != 0;
+}
+
+#ifndef MK_REHEARSE
+#define MK_REHEARSE 1
+#endif
+MK_DEV void mk_route_one_run(const mk_dev *d)
+{
+    const mk_route *t = &d->in->route;
+    const uint32_t e = d->tid, n = t->experts, topk = t->topk;
+    mk_routes *out = (mk_routes *)mk_local_at(d, d->in->signal_vec);
+    mk_route_lists *x = (mk_route_lists *)d->sh->red;
+    mk_spot at = {};
+    uint4 q = make_uint4(0, 0, 0, 0);
+    float bias = 0;
+    if (e < n) {
+        at = mk_spot_of(d, 0, e);
+        q = mk_spot_look(&at, 0);
+        if (t->has_bias) bias = __ldg(d->a->param + t->param_off + e);
+    }
+    if (e == 0) {
+        mk_stage_wait(mk_smem(&d->sh->route_empty), d->memo->route_parity ^ 1, MK_FAULT_ROUTE);
+        d->memo->route_parity ^= 1;
+    }
+    /* The reduction area and what the last layer's route left are free. Is somebody's logit not there yet? */
+    bool last = !mk_sync_any(e < n && q.w != at.epoch) || !MK_REHEARSE;
+    for (uint32_t i = e; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;
+    /* Then there is time for a rehearsal with numbers of no meaning: it brings the instructions into the caches, from which the other opcodes have driven them. */
+#pragma unroll 1
+    for (;; last = true) {
+        uint32_t key = 0;
+        float s = 0;
+        if (e < n) {
+            s = mk_sigmoidf(last ? mk_spot_value(&at, 0, q) : (float)e);
+            key = mk_order_key(t->has_bias ? s + bias : s);
+        }
+        if (topk <= 8)
+            mk_route_all_choose<8>(d, x, key, s, topk, last);
+        else
+            mk_route_all_choose<16>(d, x, key, s, topk, last);
+        mk_sync();
+        if (last) mk_trace_publish(d);
+        if (d->warp == 0) {
+            const bool has = d->lane < topk;
+            mk_route_take(d, t, 0, has ? x->expert[d->lane] : 0xffffffffu, has ? x->weight[d->lane] : 0.0f, out, (mk_route_scratch *)0, last);
+        }
+        mk_sync();
+        if (last) break;
+    }
+}
+
+/* ---- the general case ----------------------------------------------------------------------------------------------- */
+
 MK_DEV void mk_route_run(const mk_dev *d)
 {
+    constexpr uint32_t AHEAD = 4; /* rows of a thread that are looked at together */
     const mk_route *t = &d->in->route;
     const uint32_t nrows = d->step->nrows, n = t->experts;
     mk_routes *out = (mk_routes *)mk_local_at(d, d->in->signal_vec);
@@ -206,37 +352,49 @@ MK_DEV void mk_route_run(const mk_dev *d)
 
     /* `groups` rows side by side, `per` threads each; of more experts than threads a thread has several */
     const uint32_t per = n < MK_COMPUTE ? (n + 31) & ~31u : MK_COMPUTE, groups = mk_small_quot(MK_COMPUTE, per), group = mk_small_quot(d->tid, per), e0 = d->tid - group * per;
-    const mk_wait *wait = &d->in->wait[0];
-    mk_spot at = {0, 0, 0};
-    uint4 q = make_uint4(0, 0, 0, 0);
+    mk_spot at = {};
+    uint4 q[AHEAD] = {};
     float b = 0;
-    if (e0 < n) {
-        at = mk_spot_of(d->sh, wait, e0);
-        if (group < nrows) q = mk_spot_look(d, wait, group, at);
+    if (e0 < n && group < groups) {
+        at = mk_spot_of(d, 0, e0);
+#pragma unroll
+        for (uint32_t i = 0; i < AHEAD; i++)
+            if (group + i * groups < nrows) q[i] = mk_spot_look(&at, group + i * groups);
         if (bias) b = __ldg(bias + e0);
     }
     if (d->tid == 0) mk_stage_wait(mk_smem(&d->sh->route_empty), d->memo->route_parity ^ 1, MK_FAULT_ROUTE);
     mk_sync(); /* the reduction area and what the last layer's route left are free */
     if (d->tid < MK_EXPERT_LANES) x->chosen[d->tid] = 0;
+    if (d->tid < sizeof x->id / 4) ((uint32_t *)x->id)[d->tid] = 0xffffffffu;
     for (uint32_t i = d->tid; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;
 #pragma unroll 1
     for (uint32_t r0 = 0; r0 < nrows; r0 += batch) {
         const uint32_t end = nrows - r0 < batch ? nrows : r0 + batch;
         if (r0) mk_sync(); /* the rows before are read */
 #pragma unroll 1
-        for (uint32_t r = r0 + group; r < end && group < groups; r += groups)
-#pragma unroll 1
-            for (uint32_t e = e0; e < n; e += per) {
-                uint32_t *k = key + (r - r0) * 2 * n;
-                if (per < n) at = mk_spot_of(d->sh, wait, e);
-                if (e != e0 || r != group) q = mk_spot_look(d, wait, r, at);
-                float s = mk_spot_value(d, wait, r, at, q);
-                if (t->score == MK_SCORE_SIGMOID) {
-                    s = mk_sigmoidf(s);
-                    k[e] = mk_order_key(bias ? s + (e == e0 ? b : __ldg(bias + e)) : s);
-                }
-                ((float *)k)[n + e] = s;
+        for (uint32_t e = e0; e < n && group < groups; e += per) {
+            if (per < n) {
+                at = mk_spot_of(d, 0, e);
+                if (bias) b = __ldg(bias + e);
             }
+#pragma unroll 1
+            for (uint32_t r = r0 + group; r < end; r += AHEAD * groups) {
+#pragma unroll
+                for (uint32_t i = 0; i < AHEAD; i++)
+                    if (r + i * groups < end && (e != e0 || r != group)) q[i] = mk_spot_look(&at, r + i * groups);
+#pragma unroll
+                for (uint32_t i = 0; i < AHEAD; i++) {
+                    if (r + i * groups >= end) break;
+                    uint32_t *k = key + (r + i * groups - r0) * 2 * n;
+                    float s = mk_spot_value(&at, r + i * groups, q[i]);
+                    if (t->score == MK_SCORE_SIGMOID) {
+                        s = mk_sigmoidf(s);
+                        k[e] = mk_order_key(bias ? s + b : s);
+                    }
+                    ((float *)k)[n + e] = s;
+                }
+            }
+        }
         mk_sync();
         if (!r0) mk_trace_input(d);
         const uint32_t r = r0 + d->warp;
@@ -248,7 +406,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
         mk_sync();
     }
     __syncwarp();
-    if (d->warp == 0 && mk_arrives(d->lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
+    if (nrows > 1 && d->warp == 0 && mk_arrives(d->lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full)); /* one row: mk_route_take */
     if (d->tid == 0) d->memo->route_parity ^= 1;
     if (nrows == 1) mk_sync();
 }

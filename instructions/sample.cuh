@@ -17,7 +17,8 @@ typedef struct mk_dist {
     float max, temperature;
 } mk_dist;
 
-#define MK_AHEAD 3u /* logits of a thread that are asked for together: what a worker of 132 has of 163,840 */
+#define MK_OWN_DIGITS (MK_DIGITS / MK_COMPUTE) /* of a thread */
+#define MK_AHEAD      5u /* logits of a thread that are asked for together: what a worker of 132 has of 163,840 */
 
 /* What is left of a distribution: sample.c. */
 typedef struct mk_left {
@@ -150,11 +151,11 @@ MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight,
                 atomicAdd(&w->weight[set][i], (unsigned long long)x->weight[0][i] + ((unsigned long long)x->weight[1][i] << 14) + ((unsigned long long)x->weight[2][i] << 28));
             }
         mk_draw_meet(in);
-        /* a thread has four digits, from the greatest down */
-        const uint32_t first = MK_DIGITS - 1 - 4 * tid;
-        uint64_t weight[4], count[4], sum = 0, counts = 0, total, counted, before, had;
+        /* from the greatest digit down */
+        const uint32_t first = MK_DIGITS - 1 - MK_OWN_DIGITS * tid;
+        uint64_t weight[MK_OWN_DIGITS], count[MK_OWN_DIGITS], sum = 0, counts = 0, total, counted, before, had;
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
+        for (uint32_t i = 0; i < MK_OWN_DIGITS; i++) {
             weight[i] = __ldcg(&w->weight[set][first - i]);
             count[i] = __ldcg(&w->count[set][first - i]);
             sum += weight[i];
@@ -170,7 +171,7 @@ MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight,
         if (before < target) { /* the digit is mine or a later thread's */
             bool found = false;
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++) {
+            for (uint32_t i = 0; i < MK_OWN_DIGITS; i++) {
                 had = by_weight ? weight[i] : count[i];
                 if (!found && (before + had >= target || first - i == 0)) {
                     found = true;
@@ -340,10 +341,10 @@ MK_DEV float mk_stats_rebase(float sum, float from, float to)
     return from > -INFINITY ? __fmul_rn(sum, e) : 0.0f;
 }
 
-/* The statistics of one row: slices tid, tid + 512, ... a thread, then the warps', then every warp merges what the warps have. One barrier. */
+/* The statistics of one row: slices tid, tid + MK_COMPUTE, ... a thread, then the warps', then every warp merges what the warps have. One barrier. */
 MK_DEV mk_stats mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_stats *warps)
 {
-    constexpr uint32_t PER = 4; /* slices of a thread at most: gpu.cu sees to it */
+    constexpr uint32_t PER = MK_MAX_PIECES / MK_COMPUTE; /* slices of a thread at most */
     const mk_wait *w = &d->in->wait[0];
     const mk_vec *v = &d->sh->vec[w->vec];
     const uint4 *base = mk_wait_packets(d, w, v, row);
@@ -359,7 +360,9 @@ MK_DEV mk_stats mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, m
 #pragma unroll
     for (uint32_t k = 0; k < PER; k++) {
         const uint32_t at = (d->tid + k * MK_COMPUTE) * sp;
-        if (q[k].w != epoch) q[k] = mk_packet_wait(base + at, w, row, at, epoch);
+        uint32_t looks = 0;
+        while (q[k].w != epoch && mk_still_waiting(++looks, 0, row, at, q[k].w)) q[k] = mk_packet_load(base + at);
+        mk_waited(looks);
         const bool more = __uint_as_float(q[k].x) > s.max;
         s.max = more ? __uint_as_float(q[k].x) : s.max;
         s.best = more ? q[k].y : s.best;
@@ -393,6 +396,48 @@ MK_DEV mk_sampling mk_sampling_of(const mk_gpu_args *a, uint32_t slot)
 }
 static_assert(sizeof(mk_sampling) == 32, "two loads");
 
+/* Nobody draws and nobody wants to know what another token would have got: the statistics are enough, and nothing is called. */
+MK_DEV bool mk_sample_is_greedy(void)
+{
+    const mk_step *step = &mk_sh()->step;
+    bool greedy = true;
+    for (uint32_t r = 0; r < step->nrows; r++) {
+        const uint32_t f = step->row[r].flags;
+        greedy &= (f & (MK_ROW_SAMPLE | MK_ROW_GREEDY)) != MK_ROW_SAMPLE && !(f & MK_ROW_SCORE);
+    }
+    return greedy;
+}
+MK_DEV float mk_sample_logprob(float logit, const mk_stats *t)
+{
+    return (logit - t->max) - mk_logf(t->sum);
+}
+
+MK_DEV void mk_sample_greedy_run(const mk_dev *d)
+{
+    const mk_sample *s = &d->in->sample;
+    const uint32_t nrows = d->step->nrows;
+    if (s->helper) return;
+    mk_staged_drop(d);
+    mk_sampled *out = (mk_sampled *)mk_local_at(d, d->in->signal_vec); /* thread 0's; it is SCHEDULE as well */
+    if (d->tid < MK_MAX_ROWS) {
+        out->token[d->tid] = 0;
+        out->logprob[d->tid] = 0;
+    }
+    __syncwarp();
+    uint32_t merged = 0;
+#pragma unroll 1
+    for (uint32_t r = 0; r < nrows; r++) {
+        if (!(d->step->row[r].flags & MK_ROW_SAMPLE)) continue;
+        const mk_stats t = mk_stats_merge(d, r, s->slices, mk_scratch()->warps[merged++ & 1]);
+        if (!r) mk_trace_input(d);
+        if (d->tid == 0) {
+            out->token[r] = t.best < s->vocab ? t.best : 0;
+            out->logprob[r] = mk_sample_logprob(t.max, &t);
+        }
+    }
+}
+
+/* Some row draws or scores. */
 MK_DEV void mk_sample_run(const mk_dev *d)
 {
     const mk_sample *s = &d->in->sample;
@@ -435,7 +480,7 @@ MK_DEV void mk_sample_run(const mk_dev *d)
             uint32_t token = row->flags & MK_ROW_SAMPLE ? x->best : row->target;
             token = token < s->vocab ? token : 0;
             out->token[r] = token;
-            out->logprob[r] = ((row->flags & MK_ROW_SAMPLE ? x->logit : __ldcg(logits + token)) - t.max) - mk_logf(t.sum);
+            out->logprob[r] = mk_sample_logprob(row->flags & MK_ROW_SAMPLE ? x->logit : __ldcg(logits + token), &t);
         }
     }
 }

@@ -9,13 +9,14 @@
 #include "megakernel/trace.h"
 
 /* Roles. Compute warps come first; each of the other warps has one job. */
-#define MK_WARPS          16
+#define MK_WARPS          8
 #define MK_COMPUTE        (MK_WARPS * 32)
+#define MK_GROUPS         (MK_WARPS / 4) /* warpgroups among them: matvec.cuh */
 #define MK_WARP_CONTROL   MK_WARPS       /* reads step descriptors, feeds instructions */
 #define MK_WARP_STATIC    (MK_WARPS + 1) /* streams the static tape */
 #define MK_WARP_EXPERT    (MK_WARPS + 2) /* streams the chosen experts' slices */
 #define MK_WARP_COURIER   (MK_WARPS + 3) /* goes to the host for SCHEDULE */
-#define MK_THREADS        (MK_COMPUTE + 4 * 32) /* whole warpgroups: setmaxnreg */
+#define MK_THREADS        (MK_COMPUTE + 4 * 32) 
 
 #define MK_STAGE_BYTES    11264u /* weights of a stage: whole K blocks of one segment */
 #define MK_STAGE_SCALES   512u   /* and the scales of those K blocks */
@@ -25,14 +26,15 @@
 #define MK_STATIC_STAGES  (1u << MK_LOG_STATIC)
 #define MK_EXPERT_STAGES  (1u << MK_LOG_EXPERT)
 #define MK_STAGED_VALUES  2304u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
-#define MK_STAGING_ROW    (MK_STAGED_VALUES * 2 + 16) /* 16: rows fall into different banks */
-#define MK_STAGING        (MK_MAX_ROWS * MK_STAGING_ROW)
+#define MK_STAGING        (MK_MAX_ROWS * (MK_STAGED_VALUES * 2 + 64)) /* 64: matvec.cuh, mk_row_stride */
+#define MK_TILE_BYTES     1024u /* a chunk of 64 rows: ldmatrix may read as far, however few rows there are */
 #define MK_INSN_RING      4u
 #define MK_MAX_VEC        48u
 #define MK_MAX_START      3072u /* slice starts of all vectors, in shared memory */
 #define MK_MAX_NORM_HEADS 64u
-#define MK_RED_STRIDE     20u /* floats between two columns of a reduction tile of 16 rows: conflict-free */
-#define MK_RED_FLOATS     (2 * MK_WARPS * MK_MAX_ROWS * MK_RED_STRIDE)
+#define MK_CONV_CHANNELS  (2 * MK_COMPUTE) /* of an item */
+#define MK_MAX_PIECES     (8 * MK_COMPUTE) /* of the LM head */
+#define MK_RED_FLOATS     5376u /* of partial sums */
 #define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
 #define MK_STEP_RING      8u
 #define MK_NEAR_SLOTS     8u /* streams that SCHEDULE keeps in shared memory */
@@ -140,19 +142,29 @@ typedef struct mk_gpu_args {
 /* ROUTE's result once more, by (expert, row): pair p is one row's choice of one expert; the pairs of union expert j are
  * [first[j], first[j + 1]). */
 typedef struct mk_pairs {
-    uint8_t row[MK_MAX_UNION], rank[MK_MAX_UNION];
+    uint8_t row[MK_MAX_UNION], rank[MK_MAX_UNION], expert[MK_MAX_UNION]; /* expert: j */
     uint8_t first[MK_MAX_UNION + 4];
 } mk_pairs;
+
+/* One product of an expert's slice. */
+typedef struct mk_job {
+    uint32_t rows, phase, stages; /* of its segment; MK_STAGES_WORD */
+    uint32_t x, cols;             /* staged input: shared address, columns */
+    uint32_t base;                /* where the result goes: in the reduction area */
+    uint32_t j, t;                /* of the union, slice */
+} mk_job;
+#define MK_MAX_JOBS 16u
 
 /* What a compute warp remembers from instruction to instruction. */
 enum { MK_TAPE = 0, MK_EXPERT = 1 }; /* rings of weight stages */
 typedef struct mk_memo {
     struct {
-        uint32_t valid, step, vector, first, k, norm, planes;
+        uint32_t valid, step, vector, first, k, norm;
     } staged; /* what the staging area holds */
     uint32_t at[2];         /* by ring: stages so far */
-    uint32_t turn;          /* of the reduction area's slots */
-    uint32_t parity;        /* of sumsq and rstd */
+    uint32_t turn;          /* of the reduction area's halves */
+    uint32_t chunk;         /* of a vector that does not fit the staging area */
+    uint32_t parity;        /* of sumsq, top and factor */
     uint32_t route_parity;  /* of the expert loader's barriers */
 } mk_memo;
 
@@ -169,9 +181,10 @@ typedef struct mk_trace_now {
 typedef struct mk_shared {
     alignas(128) uint8_t staging[MK_STAGING]; /* gathered vectors; scratch of the opcodes that gather none */
     alignas(16) float red[MK_RED_FLOATS];     /* partial tiles of the compute warps */
-    alignas(16) uint4 zero[2]; /* what columns without a row are made of */
     float sumsq[2][MK_WARPS][MK_MAX_ROWS];    /* of a gathered vector, by warp */
-    float rstd[2][MK_MAX_ROWS];
+    uint32_t top[2][MK_MAX_ROWS]; /* bits of a staged row's largest magnitude */
+    uint32_t gain[2];             /* bits of what it may still be multiplied by; 0: nothing */
+    float factor[2][MK_MAX_ROWS]; /* of a staged row's results */
     float head_rstd[MK_MAX_ROWS][MK_MAX_NORM_HEADS];
     alignas(16) mk_vec vec[MK_MAX_VEC];
     uint16_t start[MK_MAX_START];
@@ -180,6 +193,8 @@ typedef struct mk_shared {
     mk_gpu_args args; /* for functions that are not inlined */
     mk_pairs pairs;
     mk_memo memo[MK_WARPS];
+    mk_job job[MK_MAX_JOBS]; /* of a batch of products */
+    uint32_t next_job;       /* the first of the batch after: UP's slices, DOWN's experts */
     mk_trace_now trace;
     uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
     uint64_t full[2][MK_STATIC_STAGES], empty[2][MK_STATIC_STAGES]; /* by ring */
@@ -206,7 +221,7 @@ typedef struct mk_shared {
 #define MK_STAGED_F32 704u /* values of such a vector at a time, at MK_MAX_ROWS rows */
 MK_BOTH uint32_t mk_chunk_kblocks(uint32_t wtype, uint32_t planes)
 {
-    uint32_t values = planes == 1 ? MK_STAGED_VALUES : MK_STAGED_F32;
+    uint32_t values = planes == MK_PLANES_F32 ? MK_STAGED_F32 : MK_STAGED_VALUES;
     return values / (wtype == MK_W_FP8 ? 64u : 32u);
 }
 /* a / b for a, b below 2^16 without a division. */
@@ -218,15 +233,15 @@ MK_BOTH uint32_t mk_small_quot(uint32_t a, uint32_t b)
     return a / b;
 #endif
 }
-/* nkb: K blocks of the segment. spread: over a multiple of four stages if there are so many K blocks, so that every group of warps has its share. */
+/* nkb: K blocks of the segment. spread: over a multiple of as many stages as there are groups of warps, so that each has its share. */
 MK_BOTH uint32_t mk_stage_kblocks(uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, int spread)
 {
     const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot(MK_STAGE_BYTES / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
     uint32_t stages = mk_small_quot(nkb + fit - 1, fit);
-    if (spread) stages = (stages + 3) & ~3u;
+    if (spread) stages = (stages + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
     return mk_small_quot(nkb + stages - 1, stages);
 }
-static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 16) <= MK_STAGING, "three planes of a chunk fit the staging area");
+static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 64) <= MK_STAGING, "three planes of a chunk fit the staging area");
 
 #ifdef __CUDACC__
 
@@ -504,6 +519,18 @@ MK_DEV void mk_waited(uint32_t n)
     if (n >= 256) mk_sh()->waiting[threadIdx.x / 32] = make_uint4(0, 0, 0, 0);
 }
 
+/* Packet `packet` of wait k at p, of which q is an earlier look, without a call. */
+MK_DEV uint4 mk_packet_get(const uint4 *p, uint4 q, uint32_t epoch, uint32_t k, uint32_t row, uint32_t packet)
+{
+    uint32_t looks = 0;
+    while (q.w != epoch) {
+        q = mk_packet_load(p);
+        if (!mk_still_waiting(++looks, k, row, packet, q.w)) break;
+    }
+    mk_waited(looks);
+    return q;
+}
+
 /* Waits for a BULK vector; all compute threads call it, and may then read the vector with loads that bypass L1. */
 MK_DEV void mk_bulk_wait(const mk_dev *d, const mk_wait *w)
 {
@@ -657,7 +684,7 @@ MK_DEV uint32_t mk_signal_epoch(const mk_dev *d)
 /* A unit is 30 consecutive values of one row's slice, lane l < 30 holding value 30 * group + l: ten packets of f32 or five of bf16.
  * One warp publishes it; value is 0 beyond the slice's n values. */
 #define MK_UNIT 30u
-MK_CALL void mk_publish_unit(const mk_vec *v, uint4 *slice, uint32_t n, uint32_t group, float value, uint32_t epoch, uint32_t lane)
+MK_DEV void mk_publish_unit(const mk_vec *v, uint4 *slice, uint32_t n, uint32_t group, float value, uint32_t epoch, uint32_t lane)
 {
     uint32_t i = group * MK_UNIT + lane;
     if (v->dtype == MK_F32) {

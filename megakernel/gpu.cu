@@ -3,6 +3,7 @@ extern "C" { /* C headers */
 }
 #include "megakernel/gpu.h"
 
+#include "instructions/combine.cuh"
 #include "instructions/gqa_append.cuh"
 
 #include "megakernel/device.cuh"
@@ -110,7 +111,10 @@ static int check_gemv(const mk_program *p, uint32_t worker, const mk_insn *in, m
     const mk_gemv *g = &in->gemv;
     const mk_vec *x = &p->vec[in->wait[0].vec];
     uint32_t halves = g->epilogue == MK_EPI_SILU ? 2 : 1, planes = g->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
-    if (planes != 1) EXPECT("the type of an f32 input", MK_F32, x->dtype);
+    if (planes != 1) {
+        EXPECT("the type of an f32 input", MK_F32, x->dtype);
+        EXPECT("the type of weights for an f32 input", MK_W_BF16, g->wtype);
+    }
     if (g->prologue == MK_PRO_HEADNORM) {
         uint32_t group = g->norm_group, heads = group ? g->k / group : 0, per = heads ? in->wait[0].nslice / heads : 0;
         AT_MOST("heads under one norm", MK_MAX_NORM_HEADS, heads);
@@ -144,7 +148,7 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         return check_scales(err, worker, in, e->wtype, e->n, e->k, e->nseg, MK_SCALE_ROWS, 1);
     case MK_OP_CONV_STEP:
         EXPECT("taps", 4, in->conv.taps);
-        AT_MOST("channels of an item", MK_COMPUTE, 2u * in->conv.dk + in->conv.dv);
+        AT_MOST("channels of an item", MK_CONV_CHANNELS, 2u * in->conv.dk + in->conv.dv);
         return MK_OK;
     case MK_OP_DELTA_STEP:
         EXPECT("key channels", 128, in->delta.dk);
@@ -156,21 +160,23 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         EXPECT("latent and rotary channels modulo 8", 0, m->latent % 8 + m->rope % 8);
         return MK_OK;
     case MK_OP_MLA_PARTIAL:
-        AT_MOST("latent channels", 32 * MK_WARPS, m->latent);
+        AT_MOST("latent channels", MK_ATT_LATENT, m->latent);
         AT_MOST("rotary channels", 128, m->rope);
-        EXPECT("latent and rotary channels modulo 8", 0, m->latent % 8 + m->rope % 8);
+        EXPECT("latent channels modulo 32", 0, m->latent % 32);
+        EXPECT("rotary channels modulo 8", 0, m->rope % 8);
         EXPECT("the type of the absorbed queries", MK_BF16, p->vec[in->wait[0].vec].dtype);
-        AT_MOST("bytes of queries", MK_STAGING, mk_att_query_bytes(m->latent + m->rope, m->latent / 32) + 4ull * MK_WARPS * (m->rope + 64));
+        AT_MOST("bytes of queries", MK_ATT_ROOM - MK_ATT_SCORES, mk_att_query_bytes(m->latent + m->rope, m->latent / 32));
         return MK_OK;
     case MK_OP_COMBINE:
         EXPECT("channels of a slice modulo 4", 0, m->n % 4 + m->first % 4 + m->latent % 4);
-        AT_MOST("channels of a slice", MK_STAGING / (4 * MK_WARPS), m->n);
+        AT_MOST("channels of a slice", MK_COMBINE_MOST, m->n);
         return MK_OK;
     case MK_OP_GQA_APPEND:
         AT_MOST("channels of a head", MK_GQA_DIM, g->dim);
         EXPECT("channels of a head modulo 8", 0, g->dim % 8);
         return MK_OK;
     case MK_OP_GQA_PARTIAL:
+        AT_MOST("rotary channels", g->dim, g->rope);
         heads = g->heads / g->kv_heads;
         AT_MOST("heads on a KV head", MK_ATT_HEADS, heads);
         AT_MOST("channels of a head", MK_GQA_DIM, g->dim);
@@ -181,7 +187,7 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         AT_MOST("expert groups", 32, in->route.groups);
         return MK_OK;
     case MK_OP_SAMPLE:
-        AT_MOST("pieces of the LM head", 4 * MK_COMPUTE, in->sample.slices);
+        AT_MOST("pieces of the LM head", MK_MAX_PIECES, in->sample.slices);
         AT_MOST("helpers of SAMPLE", MK_COMPUTE - 1, in->sample.helpers);
         return MK_OK;
     case MK_OP_EMBED:
@@ -423,7 +429,8 @@ int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_e
     int rc = mk_gpu_probe(cfg->device, &info, err);
     if (rc) return rc;
     if ((rc = check_program(p, info.sms, err))) return rc;
-    uint32_t fixed = (uint32_t)sizeof(mk_shared) + (((uint32_t)p->info.local_bytes + 127) & ~127u);
+    uint32_t local = p->info.local_bytes < MK_TILE_BYTES ? MK_TILE_BYTES : (uint32_t)p->info.local_bytes; /* a tile of wgmma may reach past the last stage */
+    uint32_t fixed = (uint32_t)sizeof(mk_shared) + ((local + 127) & ~127u);
     const uint32_t smem = fixed + (MK_STATIC_STAGES + MK_EXPERT_STAGES) * MK_STAGE_STRIDE;
     if (smem > info.smem)
         return mk_fail(err, MK_E_PROGRAM, "%llu bytes of local vectors: with the kernel's own %u that is over a worker's %u bytes of shared memory",

@@ -1,6 +1,6 @@
 /* The resident kernel: one block a worker, launched once, leaves when SCHEDULE is told to stop or somebody aborts.
  *
- *   warps 0-15   compute: the instructions of the queue, one after the other, all warps on each
+ *   warps 0-7    compute: the instructions of the queue, one after the other, all warps on each
  *   controller   waits for the next step descriptor, then feeds the queue's instructions, a few ahead
  *   static       streams the worker's tape into its ring, over instruction, layer and step boundaries
  *   expert       waits for the route of a layer, then streams the slices that fall to this worker
@@ -29,37 +29,15 @@
 
 /* ---- compute -------------------------------------------------------------------------------------------------------- */
 
-/* The two opcodes of the static tape share their loop. */
-MK_DEV void mk_matrix_run(const mk_dev *d)
+/* The four opcodes of products (matvec.cuh). */
+MK_DEV void matrix_run(const mk_insn *in)
 {
-    const bool head = d->in->opcode == MK_OP_LM_HEAD, needed = !head || d->step->any_logits;
-    if (needed) mk_stage_input(d->in);
-    uint32_t base = 0, form = 0;
-    uint4 look = make_uint4(0, 0, 0, 0);
-    if (needed) {
-        mk_tile t;
-        mk_input x;
-        mk_accs acc = mk_no_sum();
-        mk_describe(d->in, &t, &x);
-        const uint32_t at = mk_ring_at(d, MK_TAPE), nrows = d->step->nrows;
-        if (mk_staged_whole(&x, nrows)) {
-            const mk_stage_shape shape = mk_shape(x.k, x.planes, nrows);
-            acc = mk_product(MK_TAPE, at, &t, 0, t.nst, mk_column(d, shape), shape.plane, mk_head_shift(&x, &t), acc);
-        } else {
-            acc = mk_chunked_product(d->in);
-        }
-        if (!head) look = mk_gemv_look(d);
-        base = mk_red_turn(d);
-        form = mk_red_form(&t);
-        mk_red_put(d, base, &t, at, acc);
-        mk_ring_pass(d, MK_TAPE, at + t.nst);
-        mk_sync();
-        mk_trace_publish(d);
-    }
-    if (head)
-        mk_lm_head_finish(d->in, form, base);
-    else
-        mk_gemv_finish(d, form, base, look);
+    const uint32_t op = in->opcode;
+    uint32_t jobs = op == MK_OP_EXPERT_UP ? mk_expert_up_begin(in) : op == MK_OP_EXPERT_DOWN ? mk_expert_down_begin(in) : op == MK_OP_GEMV || mk_sh()->step.any_logits ? mk_static_next(in, 0) : 0;
+    do {
+        if (jobs) mk_products(in, jobs);
+        jobs = op == MK_OP_EXPERT_UP ? mk_expert_up_end(in, jobs) : op == MK_OP_EXPERT_DOWN ? mk_expert_down_end(in, jobs) : op == MK_OP_GEMV ? mk_gemv_end(in) : mk_lm_head_end(in);
+    } while (jobs);
 }
 
 /* A function an opcode: each has all the registers to itself. What spills goes to local memory, for which shared memory has left no cache. */
@@ -70,12 +48,11 @@ MK_DEV void mk_matrix_run(const mk_dev *d)
         run(&d);                                                                                                       \
     }
 X(mk_embed_run)
-X(mk_matrix_run)
 X(mk_conv_step_run)
 X(mk_delta_step_run)
+X(mk_route_one_run)
 X(mk_route_run)
-X(mk_expert_up_run)
-X(mk_expert_down_run)
+X(mk_sample_greedy_run)
 X(mk_sample_run)
 X(mk_schedule_run)
 #undef X
@@ -122,7 +99,9 @@ MK_DEV void compute(const mk_gpu_args *a)
         switch (in->opcode) {
         case MK_OP_EMBED: call_mk_embed_run(in); break;
         case MK_OP_GEMV:
-        case MK_OP_LM_HEAD: call_mk_matrix_run(in); break;
+        case MK_OP_LM_HEAD:
+        case MK_OP_EXPERT_UP:
+        case MK_OP_EXPERT_DOWN: matrix_run(in); break;
         case MK_OP_CONV_STEP: call_mk_conv_step_run(in); break;
         case MK_OP_DELTA_STEP: call_mk_delta_step_run(in); break;
         case MK_OP_KV_APPEND: mk_kv_append_run(in); break;
@@ -130,10 +109,8 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_COMBINE: mk_combine_run(in); break;
         case MK_OP_GQA_APPEND: mk_gqa_append_run(in); break;
         case MK_OP_GQA_PARTIAL: mk_gqa_partial_run(in); break;
-        case MK_OP_ROUTE: call_mk_route_run(in); break;
-        case MK_OP_EXPERT_UP: call_mk_expert_up_run(in); break;
-        case MK_OP_EXPERT_DOWN: call_mk_expert_down_run(in); break;
-        case MK_OP_SAMPLE: call_mk_sample_run(in); break;
+        case MK_OP_ROUTE: mk_route_is_one(in) ? call_mk_route_one_run(in) : call_mk_route_run(in); break;
+        case MK_OP_SAMPLE: mk_sample_is_greedy() ? call_mk_sample_greedy_run(in) : call_mk_sample_run(in); break;
         case MK_OP_SCHEDULE: call_mk_schedule_run(in); break;
         default: mk_phase_carry(a, true); return;
         }
@@ -193,7 +170,11 @@ MK_DEV bool look_after(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_
             const uint4 q = sh->waiting[i];
             if (!q.x) continue;
             const mk_wait *wait = &in->wait[q.x - 1];
-            mk_fault_report(in, MK_FAULT_PACKET, wait, q.y, q.z, mk_epoch(a->epoch0, sh->step.seq, wait->pub), q.w);
+            const mk_vec *v = &sh->vec[wait->vec];
+            if (v->scope == MK_BULK)
+                mk_fault_report(in, MK_FAULT_COUNTER, wait, 0, 0, mk_counter_target(v, sh->step.seq, wait->pub), q.w);
+            else
+                mk_fault_report(in, MK_FAULT_PACKET, wait, q.y, q.z, mk_epoch(a->epoch0, sh->step.seq, wait->pub), q.w);
         }
         if (in->opcode != MK_OP_SCHEDULE && t - w->since > a->timeout_ns + a->timeout_ns / 4) mk_fault_report(in, sh->stage_kind, (const mk_wait *)0, 0, 0, 0, 0);
     }
@@ -413,7 +394,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         }
         for (uint32_t i = 0; i < 2 * MK_STATIC_STAGES; i++) {
             mk_mbar_init(&sh->full[0][i], 1);
-            mk_mbar_init(&sh->empty[0][i], MK_WARPS / 4 * MK_ARRIVALS); /* a slot has its group of four warps: matvec.cuh */
+            mk_mbar_init(&sh->empty[0][i], 4 * MK_ARRIVALS); /* a slot has its warpgroup: matvec.cuh */
         }
         mk_mbar_init(&sh->route_full, MK_ARRIVALS);
         mk_mbar_init(&sh->route_empty, MK_ARRIVALS);
@@ -422,7 +403,8 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         sh->leave = sh->submitted = sh->taken = sh->news = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
-        memset(sh->zero, 0, sizeof sh->zero);
+        memset(sh->top, 0, sizeof sh->top);
+        memset(sh->gain, 0, sizeof sh->gain);
         sh->trace.first = a.queue[blockIdx.x];
         memset(sh->memo, 0, sizeof sh->memo);
         sh->args = a;
@@ -436,14 +418,12 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
     __syncthreads();
 
     if (warp < MK_WARPS) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 104;"); /* 512 x 104 + 128 x 64 = 640 x 96, what the launch gave */
         compute(&a);
         if (a.local_image) {
             mk_sync();
             local_copy(a.local_image + (size_t)blockIdx.x * a.local_bytes, mk_local_memory(&a), a.local_bytes);
         }
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
         if (warp == MK_WARP_CONTROL) {
             control(&a, sh);
         } else if (warp == MK_WARP_COURIER) {
