@@ -59,6 +59,8 @@ static void read_quantization(mk_cfg *c, mk_model *m)
         mk_cfg_expect(&q, "quant_method", "\"fp8\"");
         mk_cfg_expect(&q, "fmt", "\"e4m3\"");
         mk_cfg_expect(&q, "activation_scheme", "\"dynamic\"");
+        mk_cfg_expect(&q, "weight_per_tensor", "false"); /* Qwen3.5's and Coder-Next's FP8 say so */
+        mk_cfg_expect(&q, "act_per_tensor", "false");
         mk_cfg_expect(&q, "scale_fmt", "\"ue8m0\"|\"float\"");
         uint32_t b[2] = {0, 0}, n = mk_cfg_ints(&q, "weight_block_size", 1, 1u << 20, b, 2);
         if (!q.rc && (n != 2 || b[0] != 128 || b[1] != 128))
