@@ -117,6 +117,7 @@ static inline uint32_t mk_act(const mk_builder *b)
 }
 static inline uint32_t mk_norm_param(mk_builder *b, const mk_norm *n)
 {
+    b->param = (b->param + 3) & ~(uint64_t)3; /* the kernel loads four at a time */
     return mk_param(b, &n->gamma, 0, n->gamma.n);
 }
 static inline mk_part mk_whole(const mk_mat *m)

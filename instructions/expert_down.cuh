@@ -102,7 +102,9 @@ template <uint32_t FORM> MK_DEV bool mk_pairs_look(const mk_dev *d, uint32_t T, 
         }
         mk_row_top(d, r, top);
     }
+    if (d->lane == 0) d->sh->gain[d->memo->parity][d->warp] = 0;
     mk_sync();
+    if (d->tid < nrows) d->sh->scale[d->memo->parity][d->tid] = mk_row_scale(d, d->tid);
     if (!kept) return false;
     const float scale = mk_row_scale(d, 0);
 #pragma unroll
@@ -149,10 +151,9 @@ template <uint32_t FORM> MK_DEV uint32_t mk_down_batch(const mk_dev *d, uint32_t
     if (d->tid < batch) {
         mk_job *job = &d->sh->job[d->tid];
         const uint32_t j = j0 + d->tid, first = pairs->first[j];
-        const mk_tile tile = mk_tile_make(e->wtype, n, e->k, 1, e->nseg, e->phase, MK_SCALE_ROWS, 0);
         job->rows = n;
         job->phase = e->phase;
-        job->stages = MK_STAGES_WORD(tile.per, tile.nst);
+        job->stages = mk_slice_stages(e->wtype, n, e->k);
         job->x = mk_smem(d->sh->staging) + (first - p0) * bytes;
         job->cols = pairs->first[j + 1] - first;
         job->base = d->tid * size;
@@ -163,11 +164,7 @@ template <uint32_t FORM> MK_DEV uint32_t mk_down_batch(const mk_dev *d, uint32_t
     if (j0 || !mk_pairs_look<FORM>(d, T, there)) mk_pairs_stage<FORM>(d, T, p0, there);
     if (d->tid < there) mk_stage_pad(mk_smem(d->sh->staging) + d->tid * bytes, e->k, FORM == MK_X_F16); /* the last K block is padded */
     mk_sync();
-    if (!j0) {
-        const mk_input x = {0, e->k, MK_PRO_NONE, 0, 0, FORM, 0};
-        mk_factor_share(d, &x);
-        mk_trace_input(d);
-    }
+    if (!j0) mk_trace_input(d);
     return batch;
 }
 template <uint32_t FORM> MK_CALL uint32_t mk_down_stage(const mk_insn *in, uint32_t j0)
@@ -183,8 +180,12 @@ MK_DEV uint32_t mk_down_next(const mk_insn *in, uint32_t j0)
 MK_CALL uint32_t mk_expert_down_begin(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
-    const mk_input x = {0, in->expert.k, MK_PRO_NONE, 0, 0, mk_form(in->expert.wtype, false), 0};
-    mk_staged(d, &x, false);
+    __syncwarp();
+    if (d->lane == 0) {
+        d->memo->staged = 0;
+        d->memo->parity ^= 1;
+    }
+    __syncwarp();
     return mk_down_next(in, 0);
 }
 
@@ -221,7 +222,7 @@ MK_CALL uint32_t mk_expert_down_end(const mk_insn *in, uint32_t batch)
                 y = __uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z);
                 look.w = epoch + 1;
             }
-            const float factor = d->sh->factor[d->memo->parity][r];
+            const float factor = e->wtype == MK_W_FP8 ? mk_unscale(d->sh->scale[d->memo->parity][r]) : 1;
 #pragma unroll 4
             for (uint32_t b = 0; b < batch; b++) {
                 const mk_job *job = jobs + b;

@@ -25,8 +25,7 @@ MK_DEV uint32_t mk_up_list(const mk_dev *d, uint32_t first)
         mk_job *job = &d->sh->job[i];
         job->rows = 2 * (mk_cut(t + 1, e->inter, by_T) - row0);
         job->phase = row0 % MK_SCALE_ROWS;
-        const mk_tile tile = mk_tile_make(e->wtype, job->rows, e->k, 2, e->nseg, job->phase, MK_SCALE_ROWS, 0);
-        job->stages = MK_STAGES_WORD(tile.per, tile.nst);
+        job->stages = mk_slice_stages(e->wtype, job->rows, e->k);
         job->x = mk_smem(d->sh->staging);
         job->cols = nrows;
         job->base = i * size;
@@ -37,20 +36,13 @@ MK_DEV uint32_t mk_up_list(const mk_dev *d, uint32_t first)
     return n;
 }
 
-template <uint32_t FORM> MK_DEV void mk_up_stage(const mk_dev *d)
-{
-    const mk_input x = mk_up_input(d->in);
-    mk_stage_input<FORM>(d, &x, true, 0, x.k);
-}
 MK_CALL uint32_t mk_expert_up_begin(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const uint32_t n = mk_up_list(d, 0);
-    if (in->expert.wtype == MK_W_FP8)
-        mk_up_stage<MK_X_F16>(d);
-    else
-        mk_up_stage<MK_X_BF16>(d);
+    mk_stage_input(in, true, 0, in->expert.k);
     mk_sync(); /* it may have been staged before */
+    mk_trace_input(d);
     return n;
 }
 MK_CALL uint32_t mk_expert_up_end(const mk_insn *in, uint32_t n)
@@ -70,9 +62,9 @@ MK_CALL uint32_t mk_expert_up_end(const mk_insn *in, uint32_t n)
         const mk_job *job = &d->sh->job[slot];
         const uint32_t rows = job->rows / 2, i = group * MK_UNIT + d->lane, rank = routes->rank[r][job->j], form = mk_red_form_of(job->rows, job->stages >> 16, nrows);
         if (rank == 255 || group * MK_UNIT >= rows) continue;
-        const float norm = d->sh->factor[d->memo->parity][r];
+        const float norm = mk_row_factor(d, &mk_fed_of(in)->plan, r);
         float y = 0;
-        if (i < rows && d->lane < MK_UNIT) y = mk_siluf(mk_red_get(job->base, form, i, r) * norm) * (mk_red_get(job->base, form, rows + i, r) * norm);
+        if (i < rows && d->lane < MK_UNIT) y = mk_silu(mk_red_get(job->base, form, i, r) * norm) * (mk_red_get(job->base, form, rows + i, r) * norm);
         mk_publish_unit(out, mk_signal_packets(d, out, r, rank * e->T + job->t), rows, group, y, epoch, d->lane);
     }
     const uint32_t next = d->sh->next_job;

@@ -33,7 +33,7 @@ MK_CALL uint32_t mk_gemv_end(const mk_insn *in)
     for (mk_unit_at u = mk_unit_first(d->warp, units); u.row < nrows; mk_unit_next(&u, units)) {
         const uint32_t r = u.row, group = u.group, i = group * MK_UNIT + d->lane;
         const bool has = i < n && d->lane < MK_UNIT;
-        const float norm = d->sh->factor[d->memo->parity][r] * g->scale;
+        const float norm = mk_row_factor(d, &mk_fed_of(in)->plan, r) * g->scale;
         float y = 0, gate = 1;
         if (epilogue == MK_EPI_GATED) { /* one f32 value of wait 2; every lane looks it up */
             const mk_wait *w = &in->wait[2];
@@ -45,7 +45,7 @@ MK_CALL uint32_t mk_gemv_end(const mk_insn *in)
         }
         if (has) {
             y = mk_red_get(base, form, i, r) * norm;
-            if (epilogue == MK_EPI_SILU) y = mk_siluf(y) * (mk_red_get(base, form, n + i, r) * norm);
+            if (epilogue == MK_EPI_SILU) y = mk_silu(y) * (mk_red_get(base, form, n + i, r) * norm);
             if (epilogue == MK_EPI_ADD || epilogue == MK_EPI_GATED) {
                 const mk_wait *w = &in->wait[1];
                 float res;

@@ -32,7 +32,7 @@ MK_CALL uint32_t mk_lm_head_end(const mk_insn *in)
         float y[PER], max = -INFINITY, sum = 0;
         uint32_t id = 0xffffffffu;
         if (d->step->row[r].flags & MK_ROW_LOGITS) {
-            const float norm = d->sh->factor[d->memo->parity][r];
+            const float norm = mk_row_factor(d, &mk_fed_of(in)->plan, r);
 #pragma unroll
             for (uint32_t k = 0; k < PER; k++) {
                 uint32_t i = d->lane + 32 * k;

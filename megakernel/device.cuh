@@ -34,7 +34,7 @@
 #define MK_MAX_NORM_HEADS 64u
 #define MK_CONV_CHANNELS  (2 * MK_COMPUTE) /* of an item */
 #define MK_MAX_PIECES     (8 * MK_COMPUTE) /* of the LM head */
-#define MK_RED_FLOATS     5376u /* of partial sums */
+#define MK_RED_FLOATS     4864u /* of partial sums */
 #define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
 #define MK_STEP_RING      8u
 #define MK_NEAR_SLOTS     8u /* streams that SCHEDULE keeps in shared memory */
@@ -62,7 +62,7 @@ typedef struct mk_tape_seg {
 } mk_tape_seg;
 static_assert(sizeof(mk_tape_seg) == 32, "two 16-byte loads");
 
-/* What the device's copy of an instruction has in `pad`: K blocks a stage and stages of its segment. */
+/* K blocks a stage and stages of a segment. */
 #define MK_STAGES_WORD(per, stages) ((per) | (stages) << 16)
 
 /* The same for the chosen experts' slices; T = 0: a ROUTE. */
@@ -106,10 +106,68 @@ typedef struct mk_draws {
     mk_draw_part part[2][MK_COMPUTE];
 } mk_draws;
 
+/* The matrix segment of an instruction. */
+typedef struct mk_tile {
+    uint32_t wtype, rows, nkb, per, nst; /* K blocks, K blocks a stage, stages */
+    uint32_t halves, nseg, phase;        /* scale segments: isa.h */
+    uint32_t shift;                      /* K blocks a scale row: 1 << shift */
+} mk_tile;
+/* The vector of wait 0 as an instruction wants it. */
+typedef struct mk_input {
+    uint32_t in_off, k; /* values [in_off, in_off + k) */
+    uint32_t prologue, param_off, norm_group;
+    uint32_t form; /* matvec.cuh */
+    float eps;
+} mk_input;
+/* What follows from an instruction of the matrix opcodes alone, worked out by the host: all that compute warps do is on the way of the token. */
+typedef struct mk_plan {
+    alignas(16) mk_tile tile; /* GEMV, LM_HEAD */
+    mk_input x;               /* GEMV, LM_HEAD, EXPERT_UP */
+    uint32_t key;             /* the same for inputs that are staged alike; 0: none */
+    uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row */
+    uint32_t scratch;         /* bytes that one row's values take in order, with the trailers; 0: the vector is not for mk_gather_whole */
+    uint32_t head_shift;      /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
+    float inv_k;              /* 1 / x.k */
+    uint32_t f32;             /* packets carry f32 */
+    uint32_t one;             /* MK_ONE: one row is for gemv_one.cuh; 0: it is not */
+    uint32_t end;             /* MK_END_*; the gate's word in its packet << 8 */
+    uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
+    uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
+} mk_plan;
+static_assert(sizeof(mk_plan) == 112, "seven 16-byte loads");
+enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32 };
+/* Never an opcode: a controller puts it in an instruction's place. */
+#define MK_ONE(f32, form, rms) (0x40u | (f32) | (form) << 1 | (rms) << 3)
+#define MK_NO_NORM 15u
+
+/* What follows from an instruction and a step, by the controller: row 0 of waits 0-2 and of the signal (PACKET vectors), and their epochs. */
+typedef struct mk_places {
+    alignas(16) const uint4 *in[3];
+    uint4 *out;
+    uint32_t epoch[3], out_epoch;
+    uint32_t run, pad[3]; /* what the compute warps are to run: opcode, or MK_ONE */
+} mk_places;
+/* An instruction as the controller feeds it. */
+typedef struct mk_fed {
+    alignas(16) mk_insn in;
+    mk_plan plan;
+    mk_places place;
+} mk_fed;
+
+/* One word of mk_gpu_args.map says what a packet carries: the vector's value that it begins with, how many, which word is its slice's trailer (3: none), the slice. */
+#define MK_MAP_WORD(first, n, trailer, slice) ((first) | (n) << 16 | (trailer) << 20 | (slice) << 22)
+#define MK_MAP_FIRST(m)   ((m) & 0xffffu)
+#define MK_MAP_VALUES(m)  ((m) >> 16 & 15u)
+#define MK_MAP_TRAILER(m) ((m) >> 20 & 3u)
+#define MK_MAP_SLICE(m)   ((m) >> 22)
+#define MK_MAP_NONE       MK_MAP_WORD(0u, 0u, 3u, 0u)
+
 /* Everything the kernel is told, once. Pointers into device memory unless said otherwise. */
 typedef struct mk_gpu_args {
     const mk_insn *insn;
+    const mk_plan *plan;   /* of each */
     const uint32_t *queue; /* [workers + 1] */
+    const uint32_t *map;   /* of the packets of the vectors that instructions gather */
     const mk_vec *vec;
     const uint16_t *start; /* of all vectors: mk_vec.start_index is an index into it here */
     const mk_tape_seg *seg;
@@ -158,13 +216,11 @@ typedef struct mk_job {
 /* What a compute warp remembers from instruction to instruction. */
 enum { MK_TAPE = 0, MK_EXPERT = 1 }; /* rings of weight stages */
 typedef struct mk_memo {
-    struct {
-        uint32_t valid, step, vector, first, k, norm;
-    } staged; /* what the staging area holds */
+    uint32_t staged, step;  /* what the staging area holds: mk_plan.key of that step; 0: nothing that may be used again */
     uint32_t at[2];         /* by ring: stages so far */
     uint32_t turn;          /* of the reduction area's halves */
     uint32_t chunk;         /* of a vector that does not fit the staging area */
-    uint32_t parity;        /* of sumsq, top and factor */
+    uint32_t parity;        /* of what is known of a gathered vector: sumsq, top, gain, scale */
     uint32_t route_parity;  /* of the expert loader's barriers */
 } mk_memo;
 
@@ -181,14 +237,14 @@ typedef struct mk_trace_now {
 typedef struct mk_shared {
     alignas(128) uint8_t staging[MK_STAGING]; /* gathered vectors; scratch of the opcodes that gather none */
     alignas(16) float red[MK_RED_FLOATS];     /* partial tiles of the compute warps */
-    float sumsq[2][MK_WARPS][MK_MAX_ROWS];    /* of a gathered vector, by warp */
-    uint32_t top[2][MK_MAX_ROWS]; /* bits of a staged row's largest magnitude */
-    uint32_t gain[2];             /* bits of what it may still be multiplied by; 0: nothing */
-    float factor[2][MK_MAX_ROWS]; /* of a staged row's results */
+    alignas(16) float sumsq[2][MK_MAX_ROWS][MK_WARPS]; /* of a gathered vector's row: by warp */
+    uint32_t top[2][MK_MAX_ROWS][MK_WARPS];  /* bits of its largest magnitude */
+    uint32_t gain[2][MK_WARPS];              /* bits of the largest factor that a value may still meet; 0: none */
+    float scale[2][MK_MAX_ROWS];             /* what it was multiplied by */
     float head_rstd[MK_MAX_ROWS][MK_MAX_NORM_HEADS];
     alignas(16) mk_vec vec[MK_MAX_VEC];
     uint16_t start[MK_MAX_START];
-    alignas(16) mk_insn insn[MK_INSN_RING];
+    mk_fed fed[MK_INSN_RING];
     alignas(16) mk_step step;
     mk_gpu_args args; /* for functions that are not inlined */
     mk_pairs pairs;
@@ -241,6 +297,25 @@ MK_BOTH uint32_t mk_stage_kblocks(uint32_t wtype, uint32_t rows, uint32_t nkb, u
     if (spread) stages = (stages + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
     return mk_small_quot(nkb + stages - 1, stages);
 }
+/* Forms of a staged vector: matvec.cuh. */
+enum { MK_X_BF16 = 1, MK_X_F16 = 2, MK_X_F32 = 3 };
+MK_BOTH uint32_t mk_form(uint32_t wtype, int f32)
+{
+    return wtype == MK_W_FP8 ? MK_X_F16 : f32 ? MK_X_F32 : MK_X_BF16;
+}
+/* Bytes from row to row (planes follow each other like rows): values come in K blocks, and rows fall into different banks. */
+MK_BOTH uint32_t mk_row_stride(uint32_t k)
+{
+    return ((k + 63) & ~63u) * 2 + 64;
+}
+/* Bytes of a staged row, all planes. */
+MK_BOTH uint32_t mk_staged_bytes(uint32_t k, uint32_t form)
+{
+    return mk_row_stride(k) * (form == MK_X_F32 ? MK_PLANES_F32 : 1);
+}
+/* What mk_gather_whole takes: packets of a thread, groups of four values of a thread. */
+#define MK_PACKETS 4u
+#define MK_FOURS   3u
 static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 64) <= MK_STAGING, "three planes of a chunk fit the staging area");
 
 #ifdef __CUDACC__
@@ -424,7 +499,7 @@ MK_DEV uint8_t *mk_local_memory(const mk_gpu_args *)
 MK_DEV void mk_staged_drop(const mk_dev *d)
 {
     __syncwarp();
-    if (d->lane == 0) d->memo->staged.valid = 0;
+    if (d->lane == 0) d->memo->staged = 0;
 }
 
 typedef struct mk_spin {
@@ -470,8 +545,8 @@ MK_CALL uint64_t mk_packet_late(const mk_wait *w, uint32_t row, uint32_t packet,
     bool late;
     since = mk_patience(since, &late);
     if (late) { /* the wait is a field of its instruction */
-        uint32_t slot = (uint32_t)((const uint8_t *)w - (const uint8_t *)mk_sh()->insn) / sizeof(mk_insn);
-        mk_fault_report(&mk_sh()->insn[slot], MK_FAULT_PACKET, w, row, packet, expected, found);
+        uint32_t slot = (uint32_t)((const uint8_t *)w - (const uint8_t *)mk_sh()->fed) / sizeof(mk_fed);
+        mk_fault_report(&mk_sh()->fed[slot].in, MK_FAULT_PACKET, w, row, packet, expected, found);
     }
     return since;
 }
@@ -684,10 +759,10 @@ MK_DEV uint32_t mk_signal_epoch(const mk_dev *d)
 /* A unit is 30 consecutive values of one row's slice, lane l < 30 holding value 30 * group + l: ten packets of f32 or five of bf16.
  * One warp publishes it; value is 0 beyond the slice's n values. */
 #define MK_UNIT 30u
-MK_DEV void mk_publish_unit(const mk_vec *v, uint4 *slice, uint32_t n, uint32_t group, float value, uint32_t epoch, uint32_t lane)
+MK_DEV void mk_publish_at(uint4 *slice, bool f32, uint32_t n, uint32_t group, float value, uint32_t epoch, uint32_t lane)
 {
     uint32_t i = group * MK_UNIT + lane;
-    if (v->dtype == MK_F32) {
+    if (f32) {
         uint32_t x = i < n && lane < MK_UNIT ? __float_as_uint(value) : 0;
         uint32_t y = __shfl_down_sync(0xffffffffu, x, 1), z = __shfl_down_sync(0xffffffffu, x, 2);
         if (lane < MK_UNIT && lane % 3 == 0 && i < n) mk_packet_store(slice + group * 10 + lane / 3, x, y, z, epoch);
@@ -697,6 +772,10 @@ MK_DEV void mk_publish_unit(const mk_vec *v, uint4 *slice, uint32_t n, uint32_t 
         uint32_t y = __shfl_down_sync(0xffffffffu, x, 2), z = __shfl_down_sync(0xffffffffu, x, 4);
         if (lane < MK_UNIT && lane % 6 == 0 && i < n) mk_packet_store(slice + group * 5 + lane / 6, x, y, z, epoch);
     }
+}
+MK_DEV void mk_publish_unit(const mk_vec *v, uint4 *slice, uint32_t n, uint32_t group, float value, uint32_t epoch, uint32_t lane)
+{
+    mk_publish_at(slice, v->dtype == MK_F32, n, group, value, epoch, lane);
 }
 MK_DEV uint32_t mk_units(uint32_t n)
 {

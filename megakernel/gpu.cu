@@ -35,6 +35,7 @@ struct mk_gpu {
     int running;
     uint32_t submit_next;
     uint32_t smem;
+    uint32_t map_at[MK_MAX_VEC]; /* by vector: its first word in args.map */
     /* pinned */
     mk_submit_packets *submit;
     mk_event *event;
@@ -283,25 +284,130 @@ static mk_expert_seg expert_seg(const mk_program *p, const mk_insn *in)
     return s;
 }
 
+/* Inputs that are staged alike have the same number, from 1 on. */
+typedef struct input_key {
+    uint32_t vec, pub;
+    mk_input x;
+} input_key;
+typedef struct input_keys {
+    input_key *key;
+    uint32_t n, room, last; /* last: the one found last; the workers' queues are much alike */
+} input_keys;
+static uint32_t input_number(input_keys *t, const mk_insn *in, const mk_input *x, mk_err *err)
+{
+    input_key k;
+    memset(&k, 0, sizeof k);
+    k.vec = in->wait[0].vec;
+    k.pub = in->wait[0].pub;
+    k.x = *x;
+    for (uint32_t i = 0; i < t->n; i++) {
+        const uint32_t at = (t->last + i) % t->n;
+        if (memcmp(&t->key[at], &k, sizeof k)) continue;
+        t->last = at;
+        return at + 1;
+    }
+    if (t->n == t->room) {
+        const uint32_t room = t->room ? 2 * t->room : 256;
+        input_key *more = (input_key *)realloc(t->key, room * sizeof *more);
+        if (!more) return mk_fail(err, MK_E_CAPACITY, "out of memory"), 0;
+        t->key = more;
+        t->room = room;
+    }
+    t->last = t->n;
+    t->key[t->n++] = k;
+    return t->n;
+}
+
+/* The plan of an instruction whose input is staged. */
+static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, input_keys *keys, mk_plan *out, mk_err *err)
+{
+    const int lm = in->opcode == MK_OP_LM_HEAD, up = in->opcode == MK_OP_EXPERT_UP;
+    if (in->opcode != MK_OP_GEMV && !lm && !up) return MK_OK;
+    const mk_gemv *v = &in->gemv;
+    const mk_lm_head *l = &in->lm_head;
+    const mk_expert *e = &in->expert;
+    const mk_vec *vec = &g->prog->vec[in->wait[0].vec];
+    const uint32_t wtype = lm ? l->wtype : up ? e->wtype : v->wtype;
+    mk_plan p;
+    memset(&p, 0, sizeof p);
+    p.x.in_off = lm || up ? 0 : v->in_off;
+    p.x.k = lm ? l->k : up ? e->k : v->k;
+    p.x.prologue = lm || up ? MK_PRO_RMS : v->prologue;
+    p.x.param_off = p.x.prologue == MK_PRO_RMS ? lm ? l->param_off : up ? e->param_off : v->param_off : 0;
+    p.x.norm_group = p.x.prologue == MK_PRO_HEADNORM ? v->norm_group : 0;
+    p.x.form = mk_form(wtype, !lm && !up && (v->flags & MK_GEMV_X_F32));
+    p.x.eps = p.x.prologue == MK_PRO_NONE ? 0 : lm ? l->eps : up ? e->eps : v->eps;
+    p.inv_k = 1.0f / (float)p.x.k;
+    p.head_shift = MK_NO_NORM;
+    if (!up) {
+        mk_tile *t = &p.tile;
+        t->wtype = wtype;
+        t->halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1;
+        t->rows = lm ? l->n : v->n * t->halves;
+        t->nkb = s->nkb;
+        t->per = s->per;
+        t->nst = (s->nkb + s->per - 1u) / s->per;
+        t->nseg = lm ? l->nseg : v->nseg;
+        t->phase = lm ? l->phase : v->phase;
+        t->shift = s->shift;
+        for (uint32_t n = p.x.norm_group / mk_kblock_values(wtype); n; n /= 2) p.head_shift = p.head_shift == MK_NO_NORM ? 0 : p.head_shift + 1;
+    }
+    const uint32_t values = vec->dtype == MK_F32 ? 4 : 2, trailers = p.x.prologue == MK_PRO_HEADNORM ? 4u * in->wait[0].nslice : 0;
+    p.f32 = vec->dtype == MK_F32;
+    p.packets = in->wait[0].nslice * vec->slice_packets;
+    p.map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * vec->slice_packets;
+    if (p.packets <= MK_PACKETS * MK_COMPUTE && p.x.k % 4 == 0 && p.x.param_off % 4 == 0 &&
+        (p.x.prologue != MK_PRO_RMS || p.x.k <= 4 * MK_FOURS * MK_COMPUTE) && (p.x.form != MK_X_F32 || p.f32))
+        p.scratch = (((p.x.k + 63) & ~63u) * values + trailers + 15) & ~15u;
+    if (in->opcode == MK_OP_GEMV && p.scratch && mk_staged_bytes(p.x.k, p.x.form) + p.scratch <= MK_STAGING) {
+        const mk_vec *to = &g->prog->vec[in->signal_vec];
+        const int gated = v->epilogue == MK_EPI_GATED, adds = gated || v->epilogue == MK_EPI_ADD;
+        p.one = MK_ONE(p.f32, p.x.form, p.x.prologue == MK_PRO_RMS);
+        p.end = (v->epilogue == MK_EPI_SILU ? MK_END_SILU : 0u) | (adds ? MK_END_ADDS : 0u) | (gated ? MK_END_GATED : 0u) | (to->scope == MK_LOCAL ? MK_END_TO_LOCAL : 0u) |
+                (to->dtype == MK_F32 ? MK_END_F32 : 0u);
+        p.out_at = (uint32_t)to->offset;
+        if (adds && g->prog->vec[in->wait[1].vec].scope == MK_LOCAL) {
+            p.end |= MK_END_FROM_LOCAL;
+            p.res_at = (uint32_t)g->prog->vec[in->wait[1].vec].offset;
+        }
+        if (gated) {
+            const mk_wait *w = &in->wait[2];
+            const mk_vec *gate = &g->prog->vec[w->vec];
+            const uint32_t *start = mk_vec_starts(g->prog, gate);
+            uint32_t s = w->slice0;
+            while (s + 1u < (uint32_t)w->slice0 + w->nslice && start[s + 1] <= v->gate_off) s++;
+            p.gate_at = (s - w->slice0) * gate->slice_packets + (v->gate_off - start[s]) / 3;
+            p.end |= (v->gate_off - start[s]) % 3 << 8;
+        }
+    }
+    if (!(p.key = input_number(keys, in, &p.x, err))) return MK_E_CAPACITY;
+    *out = p;
+    return MK_OK;
+}
+
 /* Instructions and queues, the static tapes as the loaders see them, and the instructions that the expert loaders walk. */
 static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, uint32_t sets, mk_gpu_args *a, mk_err *err)
 {
     const mk_program *p = g->prog;
     uint32_t workers = p->info.workers, W = sets * workers, n_insn = queue[W], n_seg = 0, n_expert = 0;
     mk_tape_seg *seg = (mk_tape_seg *)calloc(n_insn + 1, sizeof *seg);
-    mk_insn *copy = (mk_insn *)malloc((n_insn + 1ull) * sizeof *copy);
+    mk_plan *plan = (mk_plan *)calloc(n_insn + 1, sizeof *plan);
+    input_keys keys = {NULL, 0, 0, 0};
+    int rc = MK_OK;
     mk_expert_seg *expert = (mk_expert_seg *)calloc(n_insn + 1, sizeof *expert);
     uint32_t *first = (uint32_t *)calloc(2 * (W + 1), 4), *efirst = first + W + 1;
-    if (!seg || !copy || !expert || !first) {
-        free(seg), free(copy), free(expert), free(first);
+    if (!seg || !plan || !expert || !first) {
+        free(seg), free(plan), free(expert), free(first);
         return mk_fail(err, MK_E_CAPACITY, "out of memory");
     }
     for (uint32_t w = 0; w < W; w++) {
-        for (uint32_t k = queue[w]; k < queue[w + 1]; k++) {
+        for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
             const mk_insn *in = &insn[k];
-            copy[k] = *in;
             if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(p, in);
-            if (!in->tape_bytes) continue;
+            if (!in->tape_bytes) {
+                rc = plan_of(g, in, NULL, &keys, &plan[k], err);
+                continue;
+            }
             int lm = in->opcode == MK_OP_LM_HEAD;
             const mk_gemv *v = &in->gemv;
             uint32_t halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1, wtype = lm ? in->lm_head.wtype : v->wtype;
@@ -316,19 +422,28 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             s->nsegs = wtype == MK_W_FP8 ? (uint8_t)nsegs : 0;
             s->shift = scale_k == 128 ? 1 : 0;
             s->lm_head = (uint8_t)lm;
-            copy[k].pad = MK_STAGES_WORD(s->per, (s->nkb + s->per - 1) / s->per);
+            rc = plan_of(g, in, s, &keys, &plan[k], err);
         }
         first[w + 1] = n_seg;
         efirst[w + 1] = n_expert;
     }
-    int ok = (a->insn = (mk_insn *)uploaded(g, "program", copy, (uint64_t)n_insn * sizeof *copy, err)) &&
+    int ok = !rc && (a->insn = (mk_insn *)uploaded(g, "program", insn, (uint64_t)n_insn * sizeof *insn, err)) &&
+             (a->plan = (mk_plan *)uploaded(g, "plans", plan, (uint64_t)n_insn * sizeof *plan, err)) &&
              (a->queue = (uint32_t *)uploaded(g, "queues", queue, 4ull * (W + 1), err)) &&
              (a->seg = (mk_tape_seg *)uploaded(g, "tape segments", seg, n_seg * sizeof *seg, err)) &&
              (a->expert_seg = (mk_expert_seg *)uploaded(g, "expert instructions", expert, n_expert * sizeof *expert, err)) &&
              (a->seg_first = (uint32_t *)uploaded(g, "tape index", first, 8ull * (W + 1), err));
     a->expert_first = a->seg_first + W + 1;
-    free(seg), free(copy), free(expert), free(first);
+    free(seg), free(plan), free(expert), free(first), free(keys.key);
     return ok ? MK_OK : MK_E_CAPACITY;
+}
+
+/* What packet q of slice s carries, which begins with value `first` and has n. */
+static uint32_t map_word(const mk_vec *v, uint32_t s, uint32_t first, uint32_t n, uint32_t q)
+{
+    const uint32_t per = v->dtype == MK_F32 ? 3 : 6, at = q * per, values = at >= n ? 0 : n - at < per ? n - at : per;
+    const uint32_t trailer = (uint32_t)mk_slice_words(v, n) - 1 - 3 * q; /* the last word of the slice, if it has one */
+    return MK_MAP_WORD(first + at, values, v->trailer && trailer < 3 ? trailer : 3u, s & 1023);
 }
 
 /* The vectors as the kernel has them: their slice starts packed into one table for shared memory, without those of SAMPLE's statistics, which
@@ -338,10 +453,11 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     const mk_program *p = g->prog;
     const mk_program_info *i = &p->info;
     mk_vec *vec = (mk_vec *)malloc(i->n_vec * sizeof *vec);
+    uint32_t *map = (uint32_t *)malloc(i->exchange_bytes / 4 + 4), n_map = 0; /* more than enough: a word a packet */
     uint16_t *start = (uint16_t *)calloc(MK_MAX_START, sizeof *start);
     uint32_t n = 0, stats = MK_NONE;
     int rc = MK_OK;
-    if (!vec || !start) rc = mk_fail(err, MK_E_CAPACITY, "out of memory");
+    if (!vec || !start || !map) rc = mk_fail(err, MK_E_CAPACITY, "out of memory");
     for (uint32_t k = 0; k < i->n_insn; k++)
         if (p->insn[k].opcode == MK_OP_SAMPLE) stats = p->insn[k].wait[0].vec;
     for (uint32_t k = 0; k < i->n_vec && !rc; k++) {
@@ -353,13 +469,19 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
             rc = mk_fail(err, MK_E_PROGRAM, "the kernel's limit is %u slices in all, vector %s is over it", MK_MAX_START, vec[k].name);
         else if (vec[k].width > 0xffff)
             rc = mk_fail(err, MK_E_PROGRAM, "vector %s: the kernel's limit is 65,535 values, found %u", vec[k].name, vec[k].width);
+        else if (vec[k].trailer && vec[k].nslice > 1023)
+            rc = mk_fail(err, MK_E_PROGRAM, "vector %s: the kernel's limit is 1,023 slices with trailers, found %u", vec[k].name, vec[k].nslice);
         for (uint32_t s = 0; s <= vec[k].nslice && !rc; s++) start[n++] = (uint16_t)from[s];
+        g->map_at[k] = n_map;
+        for (uint32_t s = 0; s < vec[k].nslice && !rc; s++)
+            for (uint32_t q = 0; q < vec[k].slice_packets; q++) map[n_map++] = map_word(&vec[k], s, from[s], from[s + 1] - from[s], q);
     }
     if (!rc && (!(g->args.vec = (mk_vec *)uploaded(g, "vectors", vec, i->n_vec * sizeof *vec, err)) ||
-                !(g->args.start = (uint16_t *)uploaded(g, "slice starts", start, n * sizeof *start, err))))
+                !(g->args.start = (uint16_t *)uploaded(g, "slice starts", start, (n + 7u & ~7u) * sizeof *start, err)) ||
+                !(g->args.map = (uint32_t *)uploaded(g, "packet map", map, n_map * sizeof *map, err))))
         rc = MK_E_CAPACITY;
     g->args.n_start = n;
-    free(vec), free(start);
+    free(vec), free(start), free(map);
     return rc;
 }
 

@@ -18,6 +18,7 @@
 #include "instructions/expert_down.cuh"
 #include "instructions/expert_up.cuh"
 #include "instructions/gemv.cuh"
+#include "instructions/gemv_one.cuh"
 #include "instructions/gqa_append.cuh"
 #include "instructions/gqa_partial.cuh"
 #include "instructions/kv_append.cuh"
@@ -63,7 +64,7 @@ MK_CALL const mk_insn *instruction(uint32_t n)
     mk_shared *sh = mk_sh();
     const uint32_t slot = n % MK_INSN_RING;
     while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), n / MK_INSN_RING & 1)) {}
-    mk_dev d = mk_here(&sh->insn[slot]);
+    mk_dev d = mk_here(&sh->fed[slot].in);
     if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
     mk_trace_begin(&d);
     return d.in;
@@ -72,7 +73,7 @@ MK_CALL void instruction_done(uint32_t n)
 {
     mk_shared *sh = mk_sh();
     const uint32_t slot = n % MK_INSN_RING;
-    const mk_dev d = mk_here(&sh->insn[slot]);
+    const mk_dev d = mk_here(&sh->fed[slot].in);
     mk_trace_end(&d);
     __syncwarp();
     if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 2);
@@ -96,7 +97,8 @@ MK_DEV void compute(const mk_gpu_args *a)
 #pragma unroll 1
     for (uint32_t n = 0;; n++) {
         const mk_insn *in = instruction(n);
-        switch (in->opcode) {
+        const uint32_t what = mk_fed_of(in)->place.run;
+        switch (what) {
         case MK_OP_EMBED: call_mk_embed_run(in); break;
         case MK_OP_GEMV:
         case MK_OP_LM_HEAD:
@@ -112,7 +114,8 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_ROUTE: mk_route_is_one(in) ? call_mk_route_one_run(in) : call_mk_route_run(in); break;
         case MK_OP_SAMPLE: mk_sample_is_greedy() ? call_mk_sample_greedy_run(in) : call_mk_sample_run(in); break;
         case MK_OP_SCHEDULE: call_mk_schedule_run(in); break;
-        default: mk_phase_carry(a, true); return;
+        case MK_OP_LEAVE: mk_phase_carry(a, true); return;
+        default: mk_gemv_one_run(in, what); break;
         }
         instruction_done(n);
     }
@@ -165,7 +168,7 @@ MK_DEV bool look_after(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_
         w->current = n;
         w->since = t;
     } else if (lane == 0 && t - w->since >= a->timeout_ns && !aborted) {
-        const mk_insn *in = &sh->insn[n / 2 % MK_INSN_RING];
+        const mk_insn *in = &sh->fed[n / 2 % MK_INSN_RING].in;
         for (uint32_t i = 0; i < MK_WARPS && in->opcode != MK_OP_SCHEDULE; i++) {
             const uint4 q = sh->waiting[i];
             if (!q.x) continue;
@@ -188,15 +191,36 @@ MK_DEV void await_done(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_
         if (!(n & 15)) look_after(a, sh, w, lane);
 }
 
+/* An instruction and its plan, 16 bytes a lane. */
+#define FETCHED ((sizeof(mk_insn) + sizeof(mk_plan)) / 16)
+MK_DEV uint4 fetch(const mk_gpu_args *a, uint32_t i, uint32_t lane)
+{
+    const uint32_t insn = sizeof(mk_insn) / 16;
+    return __ldg(lane < insn ? (const uint4 *)(a->insn + i) + lane : (const uint4 *)(a->plan + i) + (lane < FETCHED ? lane - insn : 0));
+}
+static_assert(offsetof(mk_fed, plan) == sizeof(mk_insn) && offsetof(mk_fed, place) == FETCHED * 16, "an instruction is followed by its plan");
+
+/* Where its packets are in this step: waits by lanes 0-2, the signal by lane 3. */
+MK_DEV void address(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32_t lane)
+{
+    if (lane == 4) f->place.run = sh->step.nrows == 1 && f->plan.one ? f->plan.one : f->in.opcode;
+    if (lane > 3) return;
+    const mk_wait *w = &f->in.wait[lane < 3 ? lane : 0];
+    const uint32_t vec = lane < 3 ? w->vec : f->in.signal_vec, pub = lane < 3 ? w->pub : f->in.signal_pub, slice = lane < 3 ? w->slice0 : f->in.signal_slice;
+    const mk_vec *v = &sh->vec[vec];
+    if (vec == MK_NONE || v->scope != MK_PACKET) return;
+    (lane < 3 ? f->place.in : (const uint4 **)&f->place.out)[lane < 3 ? lane : 0] = (const uint4 *)(a->exchange + mk_packet_offset(v, mk_half(v, sh->step.seq, pub), 0, slice));
+    f->place.epoch[lane] = mk_epoch(a->epoch0, sh->step.seq, pub);
+}
+static_assert(offsetof(mk_places, out_epoch) == offsetof(mk_places, epoch) + 12, "the signal's epoch follows the waits'");
+
 MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->queue[worker], end = a->queue[worker + 1];
     uint32_t fed = 0; /* instructions so far */
     mk_watch watch = {0, 0};
     bool leave = first == end;
-    const bool fetches = lane < sizeof(mk_insn) / 16; /* the next instruction, while this one or a step is waited for */
-    uint4 next = make_uint4(0, 0, 0, 0);
-    if (fetches && !leave) next = __ldg((const uint4 *)(a->insn + first) + lane);
+    uint4 next = leave ? make_uint4(0, 0, 0, 0) : fetch(a, first, lane); /* the next instruction, while this one or a step is waited for */
     for (uint32_t seq = MK_ONE_STEP ? sh->step.seq : 0; !leave; seq++) {
         /* the compute warps may still read the last descriptor */
         for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++)
@@ -206,7 +230,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
         for (uint32_t i = first; i < end; i++, fed++) {
             uint32_t slot = fed % MK_INSN_RING;
             const uint4 part = next;
-            if (fetches) next = __ldg((const uint4 *)(a->insn + (i + 1 < end ? i + 1 : first)) + lane);
+            next = fetch(a, i + 1 < end ? i + 1 : first, lane);
             bool hang = sh->step.hang == MK_HANG_AT(worker, i - first);
             for (uint32_t n = 0; !leave; n++) {
                 bool free = fed < MK_INSN_RING || mk_mbar_try(mk_smem(&sh->insn_empty[slot]), (fed / MK_INSN_RING & 1) ^ 1);
@@ -214,7 +238,9 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
                 if ((n & 15) == 15) leave = look_after(a, sh, &watch, lane);
             }
             if (leave) break;
-            if (fetches) ((uint4 *)&sh->insn[slot])[lane] = part;
+            if (lane < FETCHED) ((uint4 *)&sh->fed[slot])[lane] = part;
+            __syncwarp();
+            address(a, sh, &sh->fed[slot], lane);
             __syncwarp();
             if (lane == 0) mk_store_relaxed(a->position + worker, i - first);
             if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
@@ -225,7 +251,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     if (fed >= MK_INSN_RING) await_done(a, sh, &watch, fed - MK_INSN_RING, lane);
     if (lane == 0) {
         if (!MK_ONE_STEP || leave || !sh->step.nrows) mk_flag_set(&sh->leave, 1); /* else the loaders leave by themselves */
-        sh->insn[slot].opcode = MK_OP_LEAVE;
+        sh->fed[slot].place.run = MK_OP_LEAVE;
     }
     __syncwarp();
     if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
@@ -403,15 +429,13 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         sh->leave = sh->submitted = sh->taken = sh->news = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
-        memset(sh->top, 0, sizeof sh->top);
-        memset(sh->gain, 0, sizeof sh->gain);
         sh->trace.first = a.queue[blockIdx.x];
         memset(sh->memo, 0, sizeof sh->memo);
         sh->args = a;
         mk_schedule_begin(&a, sh);
     }
     for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 16; i += MK_THREADS) ((uint4 *)sh->vec)[i] = ((const uint4 *)a.vec)[i];
-    for (uint32_t i = threadIdx.x; i < (a.n_start + 7) / 8; i += MK_THREADS) ((uint4 *)sh->start)[i] = ((const uint4 *)a.start)[i]; /* memory comes in pieces of 256 bytes */
+    for (uint32_t i = threadIdx.x; i < (a.n_start + 7) / 8; i += MK_THREADS) ((uint4 *)sh->start)[i] = ((const uint4 *)a.start)[i];
     if (a.local_image) local_copy(mk_local_memory(&a), a.local_image + (size_t)blockIdx.x * a.local_bytes, a.local_bytes);
     __syncthreads();
     if (threadIdx.x < a.n_vec && sh->vec[threadIdx.x].slice_packets) sh->vec[threadIdx.x].reserved = mk_div_by(sh->vec[threadIdx.x].slice_packets).magic;

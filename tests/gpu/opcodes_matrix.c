@@ -16,6 +16,7 @@ typedef struct gemv_arg {
     uint32_t n[3];       /* rows of the workers' slices */
     uint32_t scale_k, in_off, in_f32, in_slices, norm_group, per; /* per: slices of a head */
     int local_res, local_out;
+    int odd; /* gamma begins where the planner does not put it: not at a multiple of four */
     float scale;
 } gemv_arg;
 
@@ -40,7 +41,7 @@ static void gemv_make(mk_case *c, const void *arg)
     case_packet(c, "out2", f32 ? MK_F32 : MK_BF16, 0, start2, 3);
     case_local(c, "lres", MK_MAX_ROWS * widest * 4);
     case_local(c, "lout", MK_MAX_ROWS * widest * 4);
-    case_param(c, 3, 1, 0);
+    case_param(c, a->odd ? 3 : 4, 1, 0);
     uint32_t gamma = case_param(c, a->k, 1, 0.2);
     for (uint32_t w = 0; w < 3; w++)
         for (int second = 0; second < 2; second++) {
@@ -177,6 +178,8 @@ const case_spec matrix_cases[] = {
     {"GEMV", "fp8 k 256, 128|128|128 rows", G(.wtype = FP8, .k = 256, .n = {128, 128, 128})},
     {"GEMV", "fp8 k 2304, 17|18|17 rows, f32 in", G(.wtype = FP8, .k = 2304, .n = {17, 18, 17}, .in_f32 = 1, .in_slices = 132, .row0 = 120)},
     {"GEMV", "fp8 rms k 2304, 17|18|17 rows", G(.wtype = FP8, .prologue = RMS, .k = 2304, .n = {17, 18, 17}, .in_f32 = 1, .in_slices = 132, .row0 = 110)},
+    {"GEMV", "fp8 rms k 2304, 17|18|17 rows, odd gamma", G(.odd = 1, .wtype = FP8, .prologue = RMS, .k = 2304, .n = {17, 18, 17}, .in_f32 = 1, .in_slices = 132, .row0 = 110)},
+    {"GEMV", "bf16 router: rms, f32 vector, k 2304, odd", G(.odd = 1, .wtype = BF16, .prologue = RMS, .flags = MK_GEMV_X_F32, .k = 2304, .n = {2, 1, 2}, .in_f32 = 1, .in_slices = 132)},
     {"GEMV", "fp8 rms k 2048, 100|63|1 rows", G(.wtype = FP8, .prologue = RMS, .k = 2048, .n = {100, 63, 1}, .in_f32 = 1, .in_slices = 132, .row0 = 60)},
     {"GEMV", "fp8 rms k 6144, 46|47|47 rows", G(.wtype = FP8, .prologue = RMS, .k = 6144, .n = {46, 47, 47}, .in_f32 = 1, .in_slices = 132, .row0 = 90)},
     {"GEMV", "fp8 k 4096, 17|18|2 rows, bf16 in, add", G(.wtype = FP8, .epilogue = MK_EPI_ADD, .k = 4096, .n = {17, 18, 2}, .in_slices = 128, .row0 = 1)},

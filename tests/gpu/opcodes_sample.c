@@ -111,9 +111,9 @@ static void combine_head(mk_insn *in) { in->mla.head0 ^= 1; }
 
 const case_wrong case_wrongs[] = {
     {"scale segment shifted by 4 rows", &matrix_cases[1], shift_scales},
-    {"input off by one value", &matrix_cases[17], input_off_by_one},
+    {"input off by one value", &matrix_cases[19], input_off_by_one},
     {"2 % too much", &matrix_cases[2], forget_residual_scale},
-    {"another epsilon", &matrix_cases[34], head_eps},
+    {"another epsilon", &matrix_cases[36], head_eps},
     {"bias dropped", &expert_cases[1], drop_bias},
     {"expert memory off by 128 bytes", &expert_cases[12], up_other_slice},
     {"scale segment shifted by 3 rows", &expert_cases[20], down_phase},
