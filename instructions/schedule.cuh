@@ -1,8 +1,8 @@
-/* SCHEDULE on the device: one thread of one worker, and a courier. The rules are megakernel/schedule.h, the same source as the twin's.
+/* SCHEDULE on the device: one thread of one worker. The rules are megakernel/schedule.h, the same source as the twin's.
  *
- * From an idle machine to the first instruction there is one way across the bus, the courier's look that finds the entry. Whatever else SCHEDULE needs comes with the
- * entry, the looks or the step before. Between courier and SCHEDULE, which share an SM, there are words of shared memory and fences of the block: a fence of the
- * whole GPU would empty their L1 as well. */
+ * A look across the bus takes longer than deciding. While a step runs, a warp of its own, the courier, looks; what it brings SCHEDULE finds in shared memory. When there is
+ * nothing to do SCHEDULE takes the bus over and looks itself: from an idle machine to the first instruction there is one way across the bus, and nobody to hand over
+ * to. Whatever else SCHEDULE needs comes with the entry, the looks or the step before. */
 #ifndef MK_SCHEDULE_CUH
 #define MK_SCHEDULE_CUH
 
@@ -51,19 +51,26 @@ MK_DEV void mk_step_publish(const mk_step *step, uint4 *to, uint32_t lane)
 typedef struct mk_looker {
     const uint4 *submit, *event_read; /* pinned */
     const mk_slot *slot;              /* pinned */
+    const uint4 *abort;
     mk_submit *entry;                 /* where entries go, as SCHEDULE takes them */
     mk_sched_slot *st;
     const uint32_t *n_active, *active;
     uint32_t seen, taken; /* entries, events, so far */
     uint32_t from;        /* in the list of active streams */
+    bool aborted;
 } mk_looker;
 
 MK_DEV mk_looker mk_looker_new(const mk_gpu_args *a, const mk_sched *s)
 {
-    mk_looker l = {(const uint4 *)a->submit, (const uint4 *)s->event_read, s->slot, s->submit, s->st, &s->n_active, s->active, s->submitted, s->taken, 0};
+    mk_looker l = {(const uint4 *)a->submit, (const uint4 *)s->event_read, s->slot, (const uint4 *)a->abort, s->submit, s->st, &s->n_active, s->active, s->submitted, s->taken, 0, false};
     return l;
 }
 
+/* Orders accesses for the block's other threads; not more, as __threadfence_block() does. */
+MK_DEV void mk_fence_cta(void)
+{
+    asm volatile("fence.acq_rel.cta;" ::: "memory");
+}
 MK_DEV uint4 mk_bus_load(const uint4 *p)
 {
     uint64_t lo, hi;
@@ -79,58 +86,42 @@ MK_DEV void mk_cta_store64(uint64_t *p, uint64_t v)
     asm volatile("st.relaxed.cta.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-/* One look across the bus, by a warp, all of it in one load: the first lanes look at the packets of the next entry, one at the events taken, the others at a stream
- * each; where there are more streams, the next look goes on with them. */
-typedef struct mk_look {
-    uint4 q;       /* what this lane's packet says */
-    uint32_t seen; /* entries when the look began */
-    uint32_t slot; /* this lane's stream, MK_NONE */
-} mk_look;
-
-MK_DEV mk_look mk_look_begin(mk_looker *l, uint32_t lane)
+/* One look across the bus, by a warp, all of it in one load: the first lanes look at the packets of the next entry, one at the events taken, one at the abort word, the others
+ * at a stream each; where there are more streams, the next look goes on with them. True: there is news, and it lies where SCHEDULE reads it (after a fence of the
+ * block). near: where an entry goes as well, if not NULL. What is said of the streams by a look that finds an entry may be older than the entry, and is not taken. */
+MK_DEV bool mk_look(mk_looker *l, mk_submit *near, uint32_t lane)
 {
-    const uint32_t packets = MK_SUBMIT_PACKETS, streams = 31 - packets, n = mk_look_load(l->n_active), own = l->from + lane - packets - 1;
-    mk_look k;
-    const uint4 *p = lane < packets ? l->submit + (l->seen % MK_SUBMIT_RING) * (sizeof(mk_submit_packets) / 16) + lane : l->event_read;
-    k.slot = MK_NONE;
-    if (lane > packets && own < n) {
-        k.slot = mk_look_load(&l->active[own]);
-        p = (const uint4 *)&l->slot[k.slot];
+    const uint32_t packets = MK_SUBMIT_PACKETS, others = packets + 2, n = mk_look_load(l->n_active), own = l->from + lane - others;
+    const bool mine = lane >= others && own < n;
+    const uint4 *p = lane < packets ? l->submit + (l->seen % MK_SUBMIT_RING) * (sizeof(mk_submit_packets) / 16) + lane : lane == packets ? l->event_read : l->abort;
+    uint32_t slot = 0;
+    if (mine) {
+        slot = mk_look_load(&l->active[own]);
+        p = (const uint4 *)&l->slot[slot];
     }
-    k.q = mk_bus_load(p);
-    k.seen = l->seen;
-    l->from = l->from + streams < n ? l->from + streams : 0;
-    return k;
-}
-
-/* Waits for the answer. True: there is news, and it lies where SCHEDULE reads it (after a fence of the block). near: where the entry goes as well, if not NULL. What a
- * look that began before the last entry was found says of the streams is not taken: it may be older than that entry. */
-MK_DEV bool mk_look_end(mk_looker *l, const mk_look *k, mk_submit *near, uint32_t lane)
-{
-    const uint32_t packets = MK_SUBMIT_PACKETS;
-    const uint4 q = k->q;
-    const bool late = k->seen != l->seen, entry = __all_sync(0xffffffffu, lane >= packets || q.w == l->seen + 1) && !late;
-    const uint32_t taken = __shfl_sync(0xffffffffu, q.x, packets);
-    bool news = taken != l->taken || entry;
-    l->taken = taken;
-    if (entry) {
-        if (lane < packets) {
-            uint32_t *word = (uint32_t *)&l->entry[l->seen % MK_SUBMIT_RING] + 1 + 3 * lane;
-            word[0] = q.x;
-            word[1] = q.y;
-            word[2] = q.z;
-            if (near) {
-                word = (uint32_t *)near + 1 + 3 * lane;
-                word[0] = q.x;
-                word[1] = q.y;
-                word[2] = q.z;
-                if (lane == 0) near->seq = l->seen + 1;
-            }
-        }
+    const uint4 q = mk_bus_load(p);
+    if (__all_sync(0xffffffffu, lane >= packets || q.w == l->seen + 1)) {
+        uint32_t *word = (uint32_t *)&l->entry[l->seen % MK_SUBMIT_RING] + 1 + 3 * lane, *here = (uint32_t *)near + 1 + 3 * lane;
         l->seen++;
+        if (lane >= packets) return true;
+        if (near) {
+            here[0] = q.x;
+            here[1] = q.y;
+            here[2] = q.z;
+            if (lane == 0) near->seq = l->seen;
+        }
+        word[0] = q.x;
+        word[1] = q.y;
+        word[2] = q.z;
+        return true;
     }
-    if (k->slot != MK_NONE && !late) {
-        mk_sched_slot *t = &l->st[k->slot];
+    const uint32_t taken = __shfl_sync(0xffffffffu, q.x, packets);
+    bool news = taken != l->taken;
+    l->taken = taken;
+    l->aborted = __shfl_sync(0xffffffffu, q.x, packets + 1) != 0;
+    l->from = l->from + 32 - others < n ? l->from + 32 - others : 0;
+    if (mine) {
+        mk_sched_slot *t = &l->st[slot];
         const uint64_t credits = (uint64_t)q.w << 32 | q.z;
         if (mk_look_load(&t->generation) == q.x && (q.y != mk_look_load(&t->cancel) || credits != mk_look_load64(&t->credits))) { /* another generation: the list has changed */
             mk_cta_store(&t->cancel, q.y);
@@ -142,50 +133,70 @@ MK_DEV bool mk_look_end(mk_looker *l, const mk_look *k, mk_submit *near, uint32_
 }
 static_assert(offsetof(mk_slot, generation) == 0 && offsetof(mk_slot, cancel) == 4 && offsetof(mk_slot, credits) == 8, "a slot's first packet");
 
-#define MK_LOOK_CLOCKS 1100 /* at least, between the beginnings of two looks: somewhat less than half of what an answer takes */
+/* Whose the bus is. */
+enum mk_bus { MK_BUS_COURIER, MK_BUS_ASKED, MK_BUS_SCHEDULE, MK_BUS_NOBODY };
 
-/* Begins a look and ends the one before. They are two objects, never copied: that would wait for the answer. */
-MK_DEV void mk_courier_turn(mk_shared *sh, mk_looker *l, mk_look *next, const mk_look *last, long long *began, uint32_t *news, uint32_t lane)
-{
-    const volatile uint32_t *taken = &mk_schedule_state(sh)->submit_next;
-    while (__shfl_sync(0xffffffffu, clock64() - *began < MK_LOOK_CLOCKS, 0)) {}
-    *began = clock64();
-    *next = mk_look_begin(l, lane);
-    /* when SCHEDULE has taken all there is, it does not read the near entry */
-    const bool nearby = MK_NEAR && __shfl_sync(0xffffffffu, *taken == l->seen, 0);
-    if (!mk_look_end(l, last, nearby ? &sh->near_entry : 0, lane)) return;
-    __threadfence_block();
-    __syncwarp();
-    if (lane) return;
-    mk_flag_set(&sh->submitted, l->seen);
-    mk_flag_set(&sh->taken, l->taken);
-    __threadfence_block();
-    mk_flag_set(&sh->news, ++*news);
-}
-
-/* A warp of SCHEDULE's worker that does nothing but look: an answer takes longer than all that SCHEDULE decides. Two looks are under way at any time. */
+/* A warp of SCHEDULE's worker that does nothing but look, while a step runs. */
 MK_DEV void mk_courier(const mk_gpu_args *a, mk_shared *sh, uint32_t lane)
 {
     mk_looker l = mk_looker_new(a, mk_schedule_state(sh));
-    uint32_t news = 0;
-    long long began = clock64();
-    mk_look one = mk_look_begin(&l, lane), other;
-    for (uint32_t round = 0; !mk_flag_get(&sh->leave); round++) {
-        /* SCHEDULE counts, the courier tells: the pulse stops when either does */
-        if (lane == 0 && !(round & 255u)) ((volatile uint32_t *)a->heartbeat)[MK_BEAT_IDLE] = mk_flag_get(&sh->idle);
-        mk_courier_turn(sh, &l, &other, &one, &began, &news, lane);
-        mk_courier_turn(sh, &l, &one, &other, &began, &news, lane);
+    bool away = false;
+    for (;;) {
+        const uint32_t bus = __shfl_sync(0xffffffffu, mk_flag_get(&sh->leave) ? MK_BUS_NOBODY : mk_flag_get(&sh->bus), 0);
+        if (bus == MK_BUS_NOBODY) return;
+        if (bus == MK_BUS_COURIER) {
+            if (away) { /* what SCHEDULE has seen meanwhile */
+                mk_fence_cta();
+                l.seen = mk_flag_get(&sh->submitted);
+                l.taken = mk_flag_get(&sh->taken);
+                away = false;
+            }
+            if (!mk_look(&l, 0, lane)) continue;
+            mk_fence_cta();
+            __syncwarp();
+            if (lane) continue;
+            mk_flag_set(&sh->submitted, l.seen);
+            mk_flag_set(&sh->taken, l.taken);
+        } else if (bus == MK_BUS_ASKED) {
+            mk_fence_cta();
+            __syncwarp();
+            away = true;
+            if (lane == 0) mk_flag_set(&sh->bus, MK_BUS_SCHEDULE);
+        }
     }
+}
+
+/* SCHEDULE takes the bus over: when the courier's look is through and what it brought has been told. False: aborted. */
+MK_DEV bool mk_bus_take(mk_shared *sh, uint32_t lane)
+{
+    bool on = true;
+    if (lane == 0) {
+        mk_flag_set(&sh->bus, MK_BUS_ASKED);
+        for (uint32_t n = 1; on && mk_flag_get(&sh->bus) != MK_BUS_SCHEDULE; n++)
+            if (!(n & 63u)) on = !mk_load_relaxed(sh->args.abort);
+        mk_fence_cta();
+    }
+    return __shfl_sync(0xffffffffu, on, 0);
+}
+/* And gives it back. */
+MK_DEV void mk_bus_give(mk_shared *sh, const mk_looker *l)
+{
+    mk_flag_set(&sh->submitted, l->seen);
+    mk_flag_set(&sh->taken, l->taken);
+    mk_fence_cta();
+    mk_flag_set(&sh->bus, MK_BUS_COURIER);
 }
 
 /* ---- deciding ------------------------------------------------------------------------------------------------------- */
 
-/* Code that has not run for a step's time comes from L2, line after line. So, before it waits, SCHEDULE decides for a stream that nobody has: a generation begins. */
+/* Code that has not run for a step's time comes from L2, line after line. So, before it waits, SCHEDULE decides for two streams that nobody has: one generates, one gets
+ * tokens. */
 typedef struct mk_rehearsal {
     mk_sched s;
-    mk_sched_slot st;
-    mk_submit entry;
-    uint32_t active;
+    mk_submit entry[2]; /* the beginning of a ring */
+    mk_sched_slot st[2];
+    mk_sched_rest rest[2];
+    uint32_t active[2];
 } mk_rehearsal;
 static_assert(sizeof(mk_rehearsal) <= MK_STAGING, "while SCHEDULE runs the staging area is nobody's");
 
@@ -194,17 +205,21 @@ MK_DEV mk_sched *mk_schedule_rehearsal(mk_rehearsal *r, uint32_t lane)
     for (uint32_t k = lane; k < sizeof *r / 4; k += 32) ((uint32_t *)r)[k] = 0;
     __syncwarp();
     if (lane == 0) {
-        r->s.submit = &r->entry;
-        r->s.near = &r->entry;
-        r->s.st = &r->st;
-        r->s.active = &r->active;
-        r->s.n_slots = r->s.n_active = r->s.submitted = 1;
-        r->st.open = r->st.len = 1;
-        r->st.context = 2;
-        r->entry.seq = 1;
-        r->entry.op = MK_SUB_GENERATE;
-        r->entry.arg0 = 1;
-        r->entry.generate.credits = 1;
+        r->s.near = r->s.submit = r->entry;
+        r->s.st = r->st;
+        r->s.rest = r->rest;
+        r->s.active = r->active;
+        r->s.n_slots = r->s.n_active = r->s.submitted = 2;
+        r->active[1] = 1;
+        r->st[0].open = r->st[1].open = r->st[0].len = 1;
+        r->st[0].context = 2;
+        r->entry[0].seq = 1;
+        r->entry[0].op = MK_SUB_GENERATE;
+        r->entry[0].arg0 = 1;
+        r->entry[0].generate.credits = 1;
+        r->entry[1].op = MK_SUB_APPEND;
+        r->entry[1].slot = 1;
+        r->entry[1].arg0 = r->entry[1].append.n = 4;
     }
     return &r->s;
 }
@@ -215,50 +230,40 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go)
     mk_shared *sh = mk_sh();
     const mk_gpu_args *a = &sh->args;
     mk_sched *own = mk_schedule_state(sh);
+    volatile uint32_t *beat = (volatile uint32_t *)a->heartbeat;
     const uint32_t submit_next = own->submit_next;
     if (!__shfl_sync(0xffffffffu, go, 0)) return;
-    enum { AT_ONCE, REHEARSE, WAIT };
-    for (uint32_t pass = AT_ONCE;; pass++) {
+    enum { AT_ONCE, REHEARSE, TAKE_OVER, WAIT };
+    mk_looker l = mk_looker_new(a, own);
+    for (uint32_t pass = AT_ONCE;; pass += pass < WAIT) {
         mk_sched *s = own;
-        bool on = true;
 #ifdef MK_PHASED /* there is no courier, and no rehearsal */
-        mk_looker l = mk_looker_new(a, s);
-        const mk_look look = mk_look_begin(&l, lane);
-        mk_look_end(&l, &look, 0, lane);
-        __threadfence_block();
-        __syncwarp();
-        if (lane == 0) {
-            s->submitted = l.seen;
-            s->taken = l.taken;
-            mk_sched_compose(s, mk_now());
-            ((volatile uint32_t *)a->heartbeat)[MK_BEAT_IDLE]++;
-            on = !mk_load_relaxed(a->abort);
-        }
-        pass = AT_ONCE;
+        if (pass == AT_ONCE) mk_look(&l, 0, lane);
+        if (pass == REHEARSE) pass = WAIT;
 #else
         if (pass == REHEARSE) s = mk_schedule_rehearsal((mk_rehearsal *)sh->staging, lane);
-        while (lane == 0) {
-            const uint32_t news = mk_flag_get(&sh->news);
-            __threadfence_block();
+        if (pass == TAKE_OVER && !mk_bus_take(sh, lane)) return;
+        if (pass == AT_ONCE || pass == TAKE_OVER) {
+            l.seen = mk_flag_get(&sh->submitted);
+            l.taken = mk_flag_get(&sh->taken);
+            mk_fence_cta();
+        }
+#endif
+        while (pass == WAIT && !mk_look(&l, MK_NEAR ? &sh->near_entry : 0, lane)) {
+            if (l.aborted) return;
+            if (lane == 0 && !(++sh->idle & 255u)) beat[MK_BEAT_IDLE] = sh->idle;
+        }
+        __syncwarp();
+        if (lane == 0) {
             if (pass != REHEARSE) {
-                s->submitted = mk_flag_get(&sh->submitted);
-                s->taken = mk_flag_get(&sh->taken);
+                s->submitted = l.seen;
+                s->taken = l.taken;
             }
             mk_sched_compose(s, mk_now());
             if (s->hang == MK_HANG_ERROR) asm volatile("st.global.u32 [%0], 0;" ::"l"(16ull) : "memory");
             while (s->hang == MK_HANG_IDLE && !mk_load_relaxed(a->abort)) {}
-            if (pass != WAIT || s->stop || s->next.nrows) break;
-            if (s->submitted != s->submit_next && !s->stalled) continue; /* there was more than one look's worth */
-            for (uint32_t n = 1; on && mk_flag_get(&sh->news) == news; n++) {
-                if (n & 63u) continue;
-                mk_flag_set(&sh->idle, sh->idle + 1);
-                on = !mk_load_relaxed(a->abort);
-            }
-            if (!on) break;
         }
-#endif
         __syncwarp();
-        if (!__shfl_sync(0xffffffffu, on, 0)) return;
         if (!s->next.nrows && !s->stop) continue;
         if (s->stop && lane == 0) {
             s->next.nrows = 0;
@@ -267,14 +272,15 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go)
         mk_sched_look_up(s, lane, 32);
         __syncwarp();
         mk_step_publish(&s->next, a->step_ring + (pass == REHEARSE ? MK_STEP_RING : s->next.seq % MK_STEP_RING) * MK_STEP_PACKETS, lane);
-        if (pass != REHEARSE) break;
+        if (pass == REHEARSE) continue;
+        if (lane) return;
+        mk_flag_set(&sh->published, s->next.seq + 1);
+        if (pass >= TAKE_OVER) mk_bus_give(sh, &l);
+        break;
     }
-    if (lane == 0) {
-        volatile uint32_t *beat = (volatile uint32_t *)a->heartbeat;
-        if (own->submit_next != submit_next) beat[MK_BEAT_TAKEN] = own->submit_next;
-        beat[MK_BEAT_EVENTS] = own->event_next;
-        beat[MK_BEAT_STREAMS] = own->n_active;
-    }
+    if (own->submit_next != submit_next) beat[MK_BEAT_TAKEN] = own->submit_next;
+    beat[MK_BEAT_EVENTS] = own->event_next;
+    beat[MK_BEAT_STREAMS] = own->n_active;
 }
 
 /* Epochs repeat after 2^32 / MK_EPOCH_STRIDE steps, and a row that few steps have keeps its packets as long (megakernel/exchange.h,

@@ -258,8 +258,11 @@ typedef struct mk_shared {
     volatile uint32_t logits[4]; /* of step s, in [s & 3]: (s + 1) * 2 + any_logits */
     uint32_t draw_met;           /* meetings so far */
     volatile uint32_t leave;     /* loaders, courier: stop */
-    /* SCHEDULE's worker: what the courier has found; news counts up behind the rest. idle: counts SCHEDULE's waits for news */
-    volatile uint32_t submitted, taken, news, idle;
+    /* SCHEDULE's worker */
+    volatile uint32_t submitted, taken; /* what has been seen of the host: entries, events taken */
+    volatile uint32_t bus;              /* enum mk_bus: who looks */
+    volatile uint32_t published;        /* steps; the last of them is sched.next */
+    uint32_t idle;                      /* SCHEDULE's looks */
     alignas(16) mk_sched sched;
     mk_sched_slot st[MK_NEAR_SLOTS]; /* where there are no more than that; else they are in device memory */
     uint32_t active[MK_NEAR_SLOTS];

@@ -123,9 +123,18 @@ MK_DEV void compute(const mk_gpu_args *a)
 
 /* ---- controller ----------------------------------------------------------------------------------------------------- */
 
-/* Waits for the descriptor of step `seq` (as long as it takes) and copies it to shared memory. False: leave. */
-MK_DEV bool step_receive(const mk_gpu_args *a, mk_shared *sh, uint32_t seq, uint32_t lane)
+/* Waits for the descriptor of step `seq` (as long as it takes) and copies it to shared memory. False: leave. own: this worker's SCHEDULE makes them, and what it
+ * has published before it ended lies next door. */
+MK_DEV bool step_receive(const mk_gpu_args *a, mk_shared *sh, uint32_t seq, uint32_t lane, bool own)
 {
+#if MK_NEAR
+    if (own && mk_flag_get(&sh->published) == seq + 1) {
+#pragma unroll
+        for (uint32_t k = lane; k < sizeof(mk_step) / 4; k += 32) ((uint32_t *)&sh->step)[k] = ((const uint32_t *)&sh->sched.next)[k];
+        __syncwarp();
+        return sh->step.nrows != 0;
+    }
+#endif
     const uint4 *p = a->step_ring + (seq % MK_STEP_RING) * MK_STEP_PACKETS + lane;
     uint32_t *word = (uint32_t *)&sh->step, packets = mk_step_packets(1);
     bool leave = false;
@@ -219,13 +228,14 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->queue[worker], end = a->queue[worker + 1];
     uint32_t fed = 0; /* instructions so far */
     mk_watch watch = {0, 0};
+    const bool own = schedules(a);
     bool leave = first == end;
     uint4 next = leave ? make_uint4(0, 0, 0, 0) : fetch(a, first, lane); /* the next instruction, while this one or a step is waited for */
     for (uint32_t seq = MK_ONE_STEP ? sh->step.seq : 0; !leave; seq++) {
         /* the compute warps may still read the last descriptor */
         for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++)
             await_done(a, sh, &watch, i, lane);
-        if (MK_ONE_STEP ? !sh->step.nrows : !step_receive(a, sh, seq, lane)) break;
+        if (MK_ONE_STEP ? !sh->step.nrows : !step_receive(a, sh, seq, lane, own)) break;
         if (lane == 0) mk_flag_set(&sh->logits[seq & 3], (seq + 1) * 2 + (sh->step.any_logits != 0));
         for (uint32_t i = first; i < end; i++, fed++) {
             uint32_t slot = fed % MK_INSN_RING;
@@ -411,7 +421,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
     const uint32_t warp = threadIdx.x / 32;
 
 #ifdef MK_PHASED
-    if (warp == MK_WARP_CONTROL && !step_receive(&a, sh, mk_first_step(&a), threadIdx.x % 32)) sh->step.nrows = 0;
+    if (warp == MK_WARP_CONTROL && !step_receive(&a, sh, mk_first_step(&a), threadIdx.x % 32, false)) sh->step.nrows = 0;
 #endif
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < MK_INSN_RING; i++) {
@@ -426,7 +436,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         mk_mbar_init(&sh->route_empty, MK_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
-        sh->leave = sh->submitted = sh->taken = sh->news = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
+        sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
         sh->trace.first = a.queue[blockIdx.x];

@@ -21,9 +21,11 @@
 #ifdef __CUDACC__
 #define MK_SCHED_FN __device__ static inline
 #define MK_SCHED_CALL __device__ static __noinline__ /* rare or used in several places: instruction caches are small */
+#define MK_SCHED_LOOP _Pragma("unroll 1") /* for the same reason */
 #else
 #define MK_SCHED_FN static inline
 #define MK_SCHED_CALL static inline
+#define MK_SCHED_LOOP
 #endif
 
 /* Accesses to memory that the host, or the warp that looks, shares. */
@@ -109,30 +111,31 @@ typedef struct mk_sched_rest {
     uint32_t first[MK_SUBMIT_TOKENS];
 } mk_sched_rest;
 
-/* What SCHEDULE knows of a slot. */
+/* What SCHEDULE knows of a slot. What a generation's step needs lies together: it is read in few pieces. */
 typedef struct mk_sched_slot {
-    uint32_t generation, open;
+    alignas(16) uint32_t generation;
+    uint32_t open;
     uint32_t pos;  /* tokens processed: the next row is for position pos */
     uint32_t len;  /* tokens known; pos <= len - 1 unless both are 0 */
     /* tokens that need not be looked up in the log, by position */
     uint32_t last, last_pos;           /* the newest one that was generated here, or the one that was pending when an append came */
     uint32_t end, end_pos;             /* the newest append's last one */
-    uint32_t first_at, n_first;        /* an append's first ones: mk_sched_rest.first */
-    uint32_t n_append;
     uint32_t gen, gen_tag, left, produced; /* the running generation */
-    uint32_t context, state_slot;          /* mk_slot's, as of OPEN */
-    uint32_t greedy, n_stop;               /* mk_slot's, as of GENERATE; greedy: temperature 0 */
-    uint32_t cancel;                       /* mk_slot's, as of the last look */
+    uint32_t cancel, n_append;             /* cancel: mk_slot's, as of the last look */
+    uint32_t pin, state_slot;              /* mk_slot's, as of OPEN; also context, pin_rows, pin_vocab */
     uint64_t credits;
     uint64_t published;                    /* tokens of all generations, against slot.credits */
-    uint32_t pin, pin_rows, pin_vocab, pin_count; /* mk_slot's, as of OPEN; rows with random ids so far */
+    uint32_t greedy, n_stop, context;      /* greedy (temperature 0), n_stop: mk_slot's, as of GENERATE */
+    uint32_t first_at, n_first;            /* an append's first tokens: mk_sched_rest.first */
+    uint32_t pin_rows, pin_vocab, pin_count; /* pin_count: rows with random ids so far */
     uint64_t pin_seed;
+    uint32_t scores, pad;                  /* scores: some append wants logprobs */
 } mk_sched_slot;
 
 typedef struct mk_sched {
     /* shared with the host */
     mk_submit *submit;    /* [MK_SUBMIT_RING]; GPU: in device memory, where the looks put what they bring */
-    const mk_submit *near; /* GPU: the newest entry once more, in shared memory, if it could be put there; else NULL */
+    const mk_submit *near; /* GPU: an entry once more, in shared memory */
     mk_event *event;      /* [MK_EVENT_RING] */
     uint32_t *event_read;       /* events the host has taken */
     uint32_t submitted, taken;  /* entries of the submit ring, events taken, as of the last look */
@@ -203,13 +206,16 @@ MK_SCHED_CALL void mk_sched_appended(mk_sched *s, uint32_t slot, uint32_t reason
     mk_sched_slot *t = &s->st[slot];
     uint32_t k = 0;
     mk_append_mark *append = s->rest[slot].append;
+    MK_SCHED_LOOP
     while (k < t->n_append && (t->pos + 1 >= append[k].end || reason == MK_DONE_CANCELLED)) {
         uint32_t end = append[k].end < t->len ? append[k].end : t->len;
         mk_sched_emit(s, slot, MK_EV_APPENDED, end, 0, 0.0f, reason, 0, append[k].tag, now);
         k++;
     }
+    MK_SCHED_LOOP
     for (uint32_t i = k; i < t->n_append; i++) append[i - k] = append[i];
     t->n_append -= k;
+    if (!t->n_append) t->scores = 0;
 }
 
 MK_SCHED_CALL void mk_sched_done(mk_sched *s, uint32_t slot, uint32_t reason, uint64_t now)
@@ -234,6 +240,7 @@ MK_SCHED_CALL void mk_sched_cancel(mk_sched *s, uint32_t slot, uint64_t now)
 /* After a step: publishes what its rows yielded. token/logprob are SAMPLE's results by row. */
 MK_SCHED_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_t *token, const float *logprob, uint64_t now)
 {
+    MK_SCHED_LOOP
     for (uint32_t r = 0; r < step->nrows; r++) {
         const mk_row *row = &step->row[r];
         mk_sched_slot *t = &s->st[row->slot];
@@ -250,6 +257,7 @@ MK_SCHED_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_
             t->left--;
             mk_sched_emit(s, row->slot, MK_EV_TOKEN, t->last_pos, token[r], logprob[r], 0, t->produced, t->gen_tag, now);
             uint32_t stop = 0;
+            MK_SCHED_LOOP
             for (uint32_t i = 0; i < t->n_stop; i++) stop |= s->rest[row->slot].stop[i] == token[r];
             if (stop)
                 mk_sched_done(s, row->slot, MK_DONE_STOP, now);
@@ -261,94 +269,133 @@ MK_SCHED_FN void mk_sched_finish(mk_sched *s, const mk_step *step, const uint32_
     }
 }
 
-/* Takes one entry of the submit ring; returns 0 when there is none or it has to wait. */
-MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
+MK_SCHED_FN void mk_sched_open(mk_sched *s, const mk_submit *e)
 {
-    if (s->submitted == s->submit_next) return 0;
-    const mk_submit *e = &s->submit[s->submit_next % MK_SUBMIT_RING];
-#ifdef __CUDA_ARCH__
-    if (s->near && s->near->seq == s->submit_next + 1) e = s->near;
-#endif
-    uint32_t i = e->slot, op = e->op;
-    mk_sched_slot *t = &s->st[i < s->n_slots ? i : 0];
-    if (op == MK_SUB_STOP) {
-        s->stop = 1;
-    } else if (op == MK_SUB_HANG) {
+    mk_sched_slot *t = &s->st[e->slot];
+    if (!t->open) s->active[s->n_active++] = e->slot;
+    t->open = 1;
+    t->generation = e->generation;
+    t->pos = t->len = t->last = t->n_append = t->gen = t->produced = t->left = 0;
+    t->last_pos = t->end_pos = 0xffffffffu;
+    t->published = 0;
+    t->n_first = t->cancel = t->scores = 0;
+    t->credits = e->open.credits;
+    t->context = e->open.context;
+    t->state_slot = e->open.state_slot;
+    t->pin = e->open.pin;
+    t->pin_rows = e->open.pin_rows;
+    t->pin_vocab = e->open.pin_vocab;
+    t->pin_seed = e->open.seed;
+    t->pin_count = 0;
+}
+
+/* 0: it has to wait. */
+MK_SCHED_FN uint32_t mk_sched_append(mk_sched *s, const mk_submit *e, uint64_t now)
+{
+    mk_sched_slot *t = &s->st[e->slot];
+    mk_sched_rest *rest = &s->rest[e->slot];
+    if (t->n_append == MK_MAX_APPENDS) return 0;
+    mk_append_mark *m = &rest->append[t->n_append++];
+    t->cancel = 0;
+    if (t->end_pos == t->pos) { /* pending */
+        t->last = t->end;
+        t->last_pos = t->end_pos;
+    }
+    if (t->n_append == 1) { /* of others, rows are to come first */
+        t->first_at = t->len;
+        t->n_first = e->append.n;
+        for (uint32_t k = 0; k < MK_SUBMIT_TOKENS; k++) rest->first[k] = e->append.token[k];
+    }
+    m->begin = t->len;
+    t->len += e->arg0;
+    m->end = t->len;
+    m->tag = e->tag;
+    m->flags = e->arg1;
+    t->end = e->append.last;
+    t->end_pos = e->append.n ? t->len - 1 : 0xffffffffu;
+    t->scores |= e->arg1 & MK_APPEND_LOGPROBS;
+    if (t->pos + 1 >= t->len) mk_sched_appended(s, e->slot, 0, now);
+    return 1;
+}
+
+MK_SCHED_FN void mk_sched_generate(mk_sched *s, const mk_submit *e, uint64_t now)
+{
+    const uint32_t i = e->slot, left = e->arg0, tag = e->tag, n_stop = e->generate.n_stop, greedy = !(e->generate.sampling.temperature > 0.0f);
+    const uint64_t credits = e->generate.credits;
+    mk_sched_slot *t = &s->st[i];
+    const uint32_t len = t->len, reason = left == 0 ? MK_DONE_LENGTH : len == 0 ? MK_DONE_ERROR : len >= t->context ? MK_DONE_CONTEXT : 0;
+    t->gen = 1;
+    t->gen_tag = tag;
+    t->left = left;
+    t->produced = 0;
+    t->cancel = 0;
+    t->credits = credits;
+    t->greedy = greedy;
+    t->n_stop = n_stop;
+    MK_SCHED_LOOP
+    for (uint32_t k = 0; k < n_stop; k++) s->rest[i].stop[k] = e->generate.stop[k];
+    if (!greedy && s->sampling) {
+        s->sampling[i] = e->generate.sampling;
+        mk_sched_release();
+    }
+    if (reason) mk_sched_done(s, i, reason, now);
+}
+
+MK_SCHED_FN void mk_sched_close(mk_sched *s, const mk_submit *e, uint64_t now)
+{
+    uint32_t i = e->slot, k = 0;
+    mk_sched_cancel(s, i, now);
+    mk_sched_emit(s, i, MK_EV_CLOSED, s->st[i].len, 0, 0.0f, 0, 0, e->tag, now);
+    s->st[i].open = 0;
+    MK_SCHED_LOOP
+    while (s->active[k] != i) k++;
+    MK_SCHED_LOOP
+    for (s->n_active--; k < s->n_active; k++) s->active[k] = s->active[k + 1];
+}
+
+/* All entries but GENERATE, whose way is to be short. `there`: the stream is open, in the entry's generation. 0: it has to wait. */
+MK_SCHED_CALL uint32_t mk_sched_take_other(mk_sched *s, const mk_submit *e, uint32_t there, uint64_t now)
+{
+    switch (e->op) {
+    case MK_SUB_STOP: s->stop = 1; break;
+    case MK_SUB_HANG:
         s->hang = e->arg0;
         s->hang_step = s->step + e->arg1;
-    } else if (op == MK_SUB_TRACE) {
+        break;
+    case MK_SUB_TRACE:
         s->trace_tag = e->arg1;
         s->trace_steps = e->arg0;
         s->trace_at = 0;
-    } else if (i >= s->n_slots || (op != MK_SUB_OPEN && (!t->open || t->generation != e->generation))) {
-        /* for a stream that is gone */
-    } else if (op == MK_SUB_OPEN) {
-        if (!t->open) s->active[s->n_active++] = i;
-        t->open = 1;
-        t->generation = e->generation;
-        t->pos = t->len = t->last = t->n_append = t->gen = t->produced = t->left = 0;
-        t->last_pos = t->end_pos = 0xffffffffu;
-        t->published = 0;
-        t->n_first = t->cancel = 0;
-        t->credits = e->open.credits;
-        t->context = e->open.context;
-        t->state_slot = e->open.state_slot;
-        t->pin = e->open.pin;
-        t->pin_rows = e->open.pin_rows;
-        t->pin_vocab = e->open.pin_vocab;
-        t->pin_seed = e->open.seed;
-        t->pin_count = 0;
-    } else if (op == MK_SUB_APPEND) {
-        if (t->n_append == MK_MAX_APPENDS) return 0;
-        mk_append_mark *m = &s->rest[i].append[t->n_append++];
-        t->cancel = 0;
-        m->begin = t->len;
-        if (t->end_pos == t->pos) { /* pending */
-            t->last = t->end;
-            t->last_pos = t->end_pos;
-        }
-        if (t->n_append == 1) { /* of others, rows are to come first */
-            t->first_at = t->len;
-            t->n_first = e->append.n;
-            for (uint32_t k = 0; k < MK_SUBMIT_TOKENS; k++) s->rest[i].first[k] = e->append.token[k];
-        }
-        t->len += e->arg0;
-        t->end = e->append.last;
-        t->end_pos = e->append.n ? t->len - 1 : 0xffffffffu;
-        m->end = t->len;
-        m->tag = e->tag;
-        m->flags = e->arg1;
-        mk_sched_appended(s, i, 0, now);
-    } else if (op == MK_SUB_GENERATE) {
-        t->gen = 1;
-        t->gen_tag = e->tag;
-        t->left = e->arg0;
-        t->produced = 0;
-        t->cancel = 0;
-        t->credits = e->generate.credits;
-        t->greedy = !(e->generate.sampling.temperature > 0.0f);
-        if (s->sampling && !t->greedy) {
-            s->sampling[i] = e->generate.sampling;
-            mk_sched_release();
-        }
-        t->n_stop = e->generate.n_stop;
-        for (uint32_t k = 0; k < t->n_stop; k++) s->rest[i].stop[k] = e->generate.stop[k];
-        if (t->left == 0)
-            mk_sched_done(s, i, MK_DONE_LENGTH, now);
-        else if (t->len == 0)
-            mk_sched_done(s, i, MK_DONE_ERROR, now);
-        else if (t->len >= t->context)
-            mk_sched_done(s, i, MK_DONE_CONTEXT, now);
-    } else if (op == MK_SUB_CLOSE) {
-        mk_sched_cancel(s, i, now);
-        mk_sched_emit(s, i, MK_EV_CLOSED, t->len, 0, 0.0f, 0, 0, e->tag, now);
-        t->open = 0;
-        uint32_t k = 0;
-        while (s->active[k] != i) k++;
-        for (s->n_active--; k < s->n_active; k++) s->active[k] = s->active[k + 1];
+        break;
+    case MK_SUB_OPEN:
+        if (e->slot < s->n_slots) mk_sched_open(s, e);
+        break;
+    case MK_SUB_APPEND:
+        return there ? mk_sched_append(s, e, now) : 1;
+    case MK_SUB_CLOSE:
+        if (there) mk_sched_close(s, e, now);
+        break;
+    default: break;
+    }
+    return 1;
+}
+
+/* Takes the next entry of the submit ring; returns 0 when it has to wait. One for a stream that is gone is taken and forgotten. */
+MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
+{
+    const uint32_t next = s->submit_next;
+    const mk_submit *e = &s->submit[next % MK_SUBMIT_RING];
+#ifdef __CUDA_ARCH__
+    if (s->near && s->near->seq == next + 1) e = s->near;
+#endif
+    const uint32_t i = e->slot, there = i < s->n_slots && s->st[i].open && s->st[i].generation == e->generation;
+    if (e->op == MK_SUB_GENERATE) {
+        if (there) mk_sched_generate(s, e, now);
+    } else if (!mk_sched_take_other(s, e, there, now)) {
+        return 0;
     }
     mk_sched_taken();
-    s->submit_next++;
+    s->submit_next = next + 1;
     return 1;
 }
 
@@ -359,6 +406,7 @@ MK_SCHED_CALL void mk_sched_pinned(mk_sched *s, mk_step *d)
     mk_sched_slot *t = &s->st[first.slot];
     d->nrows--;
     s->in_log &= ~(1u << d->nrows);
+    MK_SCHED_LOOP
     for (uint32_t k = 0; k < t->pin_rows; k++) {
         mk_row *row = &d->row[d->nrows++];
         uint64_t x = t->pin_seed + ++t->pin_count * 0x9e3779b97f4a7c15ull; /* splitmix64 */
@@ -373,42 +421,43 @@ MK_SCHED_CALL void mk_sched_pinned(mk_sched *s, mk_step *d)
 }
 
 /* Adds the row for position `pos` of slot i. */
-MK_SCHED_FN void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i)
+MK_SCHED_FN void mk_sched_row(mk_sched *s, mk_step *d, uint32_t i, uint32_t pos)
 {
-    mk_sched_slot *t = &s->st[i];
-    mk_row *row = &d->row[d->nrows];
-    uint32_t pos = t->pos, ahead = 0;
-    for (uint32_t k = 0; k < d->nrows; k++) ahead += d->row[k].slot == i;
-    pos += ahead;
-    row->slot = i;
-    row->pos = t->pin ? t->pin - 1 + ahead : pos;
-    if (pos == t->last_pos) {
-        row->token = t->last;
-    } else if (pos == t->end_pos) {
-        row->token = t->end;
-    } else if (pos - t->first_at < t->n_first) {
-        row->token = s->rest[i].first[pos - t->first_at];
+    const mk_sched_slot t = s->st[i];
+    const uint32_t at = d->nrows;
+    uint32_t in_log = 0;
+    mk_row row;
+    row.slot = i;
+    row.pos = t.pin ? t.pin - 1 + (pos - t.pos) : pos;
+    row.flags = pos == 0 ? MK_ROW_FIRST : 0;
+    row.state_read = row.state_write = t.state_slot;
+    row.target = row.pad = 0;
+    if (pos == t.last_pos) {
+        row.token = t.last;
+    } else if (pos == t.end_pos) {
+        row.token = t.end;
+    } else if (pos - t.first_at < t.n_first) {
+        row.token = s->rest[i].first[pos - t.first_at];
     } else {
-        row->token = pos;
-        s->in_log |= 1u << d->nrows;
+        row.token = pos;
+        in_log = 1u << at;
     }
-    row->flags = pos == 0 ? MK_ROW_FIRST : 0;
-    row->state_read = row->state_write = t->state_slot;
-    row->target = 0;
-    row->pad = 0;
-    if (pos + 1 == t->len) {
-        row->flags |= MK_ROW_LOGITS | MK_ROW_SAMPLE | (t->greedy ? MK_ROW_GREEDY : 0);
+    if (pos + 1 == t.len) {
+        row.flags |= MK_ROW_LOGITS | MK_ROW_SAMPLE | (t.greedy ? MK_ROW_GREEDY : 0);
     } else {
         const mk_append_mark *append = s->rest[i].append;
-        for (uint32_t k = 0; k < t->n_append; k++)
+        MK_SCHED_LOOP
+        for (uint32_t k = 0; t.scores && k < t.n_append; k++)
             if (pos + 1 >= append[k].begin && pos + 1 < append[k].end && (append[k].flags & MK_APPEND_LOGPROBS)) {
-                row->flags |= MK_ROW_LOGITS | MK_ROW_SCORE;
-                row->target = pos + 1;
-                s->in_log |= 1u << (MK_MAX_ROWS + d->nrows);
+                row.flags |= MK_ROW_LOGITS | MK_ROW_SCORE;
+                row.target = pos + 1;
+                in_log |= 1u << (MK_MAX_ROWS + at);
             }
     }
-    if (row->flags & MK_ROW_LOGITS) d->any_logits = 1;
-    d->nrows++;
+    d->row[at] = row;
+    if (row.flags & MK_ROW_LOGITS) d->any_logits = 1;
+    d->nrows = at + 1;
+    if (in_log) s->in_log |= in_log;
 }
 
 /* Looks up the next step's tokens that are in the log only: rows have their positions in the stream instead. By `lanes` at once, of which this is one. */
@@ -416,6 +465,7 @@ MK_SCHED_FN void mk_sched_look_up(mk_sched *s, uint32_t lane, uint32_t lanes)
 {
     if (!s->in_log) return;
     mk_sched_acquire();
+    MK_SCHED_LOOP
     for (uint32_t k = lane; k < 2 * MK_MAX_ROWS; k += lanes) {
         mk_row *row = &s->next.row[k % MK_MAX_ROWS];
         uint32_t *word = k < MK_MAX_ROWS ? &row->token : &row->target;
@@ -440,7 +490,8 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
         mk_sched_emit(s, 0, MK_EV_TRACED, 0, 0, 0.0f, 0, s->trace_steps, s->trace_tag, now);
         s->trace_steps = s->trace_at = 0;
     }
-    for (uint32_t n = 0; n < 64; n++) { /* bounded entries a step */
+    MK_SCHED_LOOP
+    while (s->submitted != s->submit_next) {
         if (mk_sched_event_room(s) < per) {
             s->stalled = 1;
             return;
@@ -450,39 +501,43 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
 #ifndef __CUDA_ARCH__
     mk_sched_look_words(s);
 #endif
-    for (uint32_t k = 0; k < s->n_active; k++) {
+    const uint32_t n_active = s->n_active;
+    MK_SCHED_LOOP
+    for (uint32_t k = 0; k < n_active; k++) {
         uint32_t i = s->active[k];
-        if ((s->st[i].gen || s->st[i].n_append) && mk_look_load(&s->st[i].cancel)) {
-            if (mk_sched_event_room(s) < per) {
-                s->stalled = 1;
-                return;
-            }
-            mk_sched_cancel(s, i, now);
+        if (!mk_look_load(&s->st[i].cancel) || !(s->st[i].gen || s->st[i].n_append)) continue;
+        if (mk_sched_event_room(s) < per) {
+            s->stalled = 1;
+            return;
         }
+        mk_sched_cancel(s, i, now);
     }
-    uint32_t room = mk_sched_event_room(s) / per;
-    uint32_t rows = room < MK_MAX_ROWS ? room : MK_MAX_ROWS;
+    const uint32_t room = mk_sched_event_room(s), rows = room >= MK_MAX_ROWS * per ? MK_MAX_ROWS : room / per;
     if (rows < MK_MAX_ROWS) s->stalled = 1;
     /* generating streams */
-    uint32_t first = s->n_active ? s->rr % s->n_active : 0, last = first;
-    for (uint32_t k = 0; k < s->n_active && d->nrows < rows; k++) {
-        uint32_t a = (first + k) % s->n_active, i = s->active[a];
-        mk_sched_slot *t = &s->st[i];
-        if (!t->gen || t->pos + 1 != t->len || t->published >= mk_look_load64(&t->credits)) continue;
-        if (t->pin && d->nrows + t->pin_rows > rows) continue;
-        mk_sched_row(s, d, i);
-        if (t->pin) mk_sched_pinned(s, d);
-        last = a + 1;
+    uint32_t a = s->rr < n_active ? s->rr : 0, last = a; /* the next one to have a row */
+    MK_SCHED_LOOP
+    for (uint32_t k = 0; k < n_active && d->nrows < rows; k++) {
+        const uint32_t i = s->active[a];
+        const mk_sched_slot *t = &s->st[i];
+        const uint32_t pos = t->pos, pin = t->pin;
+        a = a + 1 < n_active ? a + 1 : 0;
+        if (!t->gen || pos + 1 != t->len || t->published >= mk_look_load64(&t->credits)) continue;
+        if (pin && d->nrows + t->pin_rows > rows) continue;
+        mk_sched_row(s, d, i, pos);
+        if (pin) mk_sched_pinned(s, d);
+        last = a;
     }
     if (d->nrows == MK_MAX_ROWS) s->rr = last;
     /* prompt tokens, oldest stream first; the row of the last one samples when the generation is already waiting */
-    for (uint32_t k = 0; k < s->n_active && d->nrows < rows; k++) {
-        uint32_t i = s->active[k];
-        mk_sched_slot *t = &s->st[i];
-        if (t->pos + 1 >= t->len) continue;
-        uint32_t end = t->len - 1;
-        if (t->gen && t->published < mk_look_load64(&t->credits)) end = t->len;
-        for (uint32_t p = t->pos; p < end && d->nrows < rows; p++) mk_sched_row(s, d, i);
+    MK_SCHED_LOOP
+    for (uint32_t k = 0; k < n_active && d->nrows < rows; k++) {
+        const uint32_t i = s->active[k], pos = s->st[i].pos, len = s->st[i].len;
+        const mk_sched_slot *t = &s->st[i];
+        if (pos + 1 >= len) continue;
+        const uint32_t end = t->gen && t->published < mk_look_load64(&t->credits) ? len : len - 1;
+        MK_SCHED_LOOP
+        for (uint32_t p = pos; p < end && d->nrows < rows; p++) mk_sched_row(s, d, i, p);
     }
     if (d->nrows && s->trace_at < s->trace_steps) d->trace = s->trace_tag << 16 | ++s->trace_at;
     d->hang = s->hang && s->step == s->hang_step ? s->hang : 0;

@@ -2,9 +2,10 @@
  * token at a time while the device is idle. Three kinds of requests: "greedy" and "sampled" generate from what is there, "append" brings four tokens first
  * (the entry of the append counts, the generation's follows it). Reports for each, in microseconds:
  *   begin   host writes the submit entry -> the first instruction of its step starts on some worker (the trace's record of it)
+ *   all     host writes the submit entry -> every worker has started its first instruction
  *   token   SCHEDULE takes the time of a token and publishes it -> the polling thread has seen it
  *   whole   host writes the submit entry -> the polling thread has seen the token
- * The first two compare clocks: device time is mapped to CLOCK_MONOTONIC by the shortest of many round trips (clock.cu) before the launch and after the end, with a
+ * All but the last compare clocks: device time is mapped to CLOCK_MONOTONIC by the shortest of many round trips (clock.cu) before the launch and after the end, with a
  * straight line in between; "clock_error_us" is half that round trip.
  *   latency [-n REQUESTS of each kind (1000)] [-m MODEL]     prints one JSON object */
 #include "host/machine.h"
@@ -83,8 +84,8 @@ static void print(const char *kind, const char *name, double *v, uint32_t n)
            n ? v[n - 1 - n / 10] : 0.0, n ? v[n - 1 - n / 100] : 0.0, n ? v[n - 1] : 0.0);
 }
 
-static uint64_t written[KINDS * MAX_N], seen[KINDS * MAX_N], device[KINDS * MAX_N], began[KINDS * MAX_N];
-static double begin[MAX_N], token[MAX_N], whole[MAX_N];
+static uint64_t written[KINDS * MAX_N], seen[KINDS * MAX_N], device[KINDS * MAX_N], began[KINDS * MAX_N], all[KINDS * MAX_N];
+static double begin[MAX_N], everywhere[MAX_N], token[MAX_N], whole[MAX_N];
 
 typedef struct run {
     uint32_t traces, known, step; /* traces so far; tokens of the stream; number of the device's next step */
@@ -92,16 +93,23 @@ typedef struct run {
     const mk_program *prog;
 } run;
 
-/* The first instruction's start in step k of the trace; 48 bits of the clock are in a record. 0: it has no record. */
-static uint64_t first_start(run *r, uint32_t k, uint64_t near)
+/* When the first worker and when the last one has started its first instruction of step k of the trace; 48 bits of the clock are in a record. 0: a record is missing. */
+static void first_start(run *r, uint32_t k, uint64_t near, uint64_t *first, uint64_t *last)
 {
-    uint64_t least = ~0ull;
+    uint64_t least = ~0ull, most = 0;
+    uint32_t missing = 0;
     if (m->ops->trace(m, k, r->record, &err)) die("reading the trace");
     for (uint32_t w = 0; w < r->prog->info.workers; w++) {
         const mk_trace_record *q = &r->record[r->prog->queue[w]];
-        if (mk_trace_is(q, r->traces, k) && mk_trace_start(q) < least) least = mk_trace_start(q);
+        if (!mk_trace_is(q, r->traces, k)) {
+            missing++;
+            continue;
+        }
+        if (mk_trace_start(q) < least) least = mk_trace_start(q);
+        if (mk_trace_start(q) > most) most = mk_trace_start(q);
     }
-    return least == ~0ull ? 0 : (near & ~0xffffffffffffull) | least;
+    *first = least == ~0ull ? 0 : (near & ~0xffffffffffffull) | least;
+    *last = missing ? 0 : (near & ~0xffffffffffffull) | most;
 }
 
 /* Requests at..at + n - 1, traced: `steps` steps at most. */
@@ -131,7 +139,7 @@ static void batch(run *r, uint32_t kind, uint32_t at, uint32_t n, uint32_t steps
     }
     submit((mk_submit){.op = MK_SUB_TRACE}); /* what is left of it: not needed */
     usleep(1000);
-    for (uint32_t i = at; i < at + n; i++) began[i] = first_start(r, first[i - at] - from, device[i]);
+    for (uint32_t i = at; i < at + n; i++) first_start(r, first[i - at] - from, device[i], &began[i], &all[i]);
 }
 
 int main(int argc, char **argv)
@@ -185,7 +193,7 @@ int main(int argc, char **argv)
     printf("{\"test\": \"latency\", \"model\": \"%s\", \"device\": \"%u workers\", \"requests\": %u,\n", dir, p->info.workers, n);
     int ok = 1;
     for (uint32_t kind = 0; kind < KINDS; kind++) {
-        uint32_t n_begin = 0;
+        uint32_t n_begin = 0, n_all = 0;
         for (uint32_t k = 0; k < n; k++) {
             uint32_t i = kind * MAX_N + k;
             double at = b.at > a.at ? ((double)seen[i] - (double)a.at) / ((double)b.at - (double)a.at) : 0;
@@ -193,8 +201,10 @@ int main(int argc, char **argv)
             token[k] = (double)((int64_t)(seen[i] - device[i]) - offset) * 1e-3;
             whole[k] = (double)(seen[i] - written[i]) * 1e-3;
             if (began[i]) begin[n_begin++] = (double)((int64_t)(began[i] - written[i]) + offset) * 1e-3;
+            if (all[i]) everywhere[n_all++] = (double)((int64_t)(all[i] - written[i]) + offset) * 1e-3;
         }
         print(kind_name[kind], "begin", begin, n_begin);
+        print(kind_name[kind], "all", everywhere, n_all);
         print(kind_name[kind], "token", token, n);
         print(kind_name[kind], "whole", whole, n);
         ok &= n_begin == n && begin[n / 2] <= 5 && begin[n - 1 - n / 100] <= 20 && token[n / 2] <= 5;
