@@ -1,246 +1,337 @@
-/* EXPERT_DOWN on the device. Semantics: expert_down.c. The inputs of as many (expert, row) pairs as fit are staged together; several
- * experts are multiplied before they are reduced and added, in ascending id. */
+/* EXPERT_DOWN on the device. Semantics: expert_down.c. One product over all chosen experts: a (expert, row) pair's input is staged like a row of a vector, the columns of
+ * mma.sync are the batch rows, and a K block's partial product is added with its pair's routing weight, experts in ascending id. A row that did not choose the expert
+ * keeps its sum as it was. If not all pairs fit the staging area the experts come in batches; sums stay in registers.
+ * A warp gathers a pair alone, so that no barrier is needed before its power of two (matvec.cuh) is known: every pair has its own.
+ * An expert's segment has an even number of stages (the last one may be empty: gpu.cu, expert_seg), so that each of its stages has one group of warps whatever lies before
+ * it in the ring: the order of a row's sum depends on nothing but the row's own choice. */
 #ifndef MK_EXPERT_DOWN_CUH
 #define MK_EXPERT_DOWN_CUH
 
 #include "instructions/matvec.cuh"
 
-#define MK_DOWN_STAGING (MK_STAGING - 4 * MK_MAX_ROWS * MK_SEGMENT_ROWS) /* for inputs; sums of rows behind them */
+/* Of a batch, by (expert, row): the weight times the inverse of the pair's power of two, MK_NOT_CHOSEN: none; and behind them where the pair is staged. At the end of the
+ * reduction area. */
+#define MK_DOWN_MOST  48u /* pairs of a batch */
+#define MK_DOWN_PAIRS (MK_DOWN_MOST * MK_MAX_ROWS)
+#define MK_DOWN_TABLE (MK_RED_FLOATS - 2 * MK_DOWN_PAIRS)
+#define MK_NOT_CHOSEN 0xffffffffu /* bits that no product has */
+static_assert(MK_DOWN_TABLE >= MK_WARPS * MK_MAX_ROWS * 64 && MK_TILES == 4 && MK_DOWN_TABLE * 4 >= MK_COMPUTE * 16, "partial sums before the table; room for what mk_pair_gather throws away");
 
-/* What the walk over the inputs' packets needs. A row's topk experts publish `per` packets each. */
+static_assert(MK_MAX_ROWS == MK_WARPS && MK_STAGING / (MK_STAGED_VALUES * 2 + 64) >= MK_WARPS, "an expert of all rows is staged at once, a pair a warp");
+
+#define MK_PAIR_PACKETS 7u /* of a lane, under way at once */
+
+/* A row's experts publish `per` packets each. */
 typedef struct mk_pairs_walk {
-    const mk_vec *v;
     const uint16_t *start;
     const uint4 *base;
     uint32_t per, row_packets, epoch;
-    mk_divisor by_per;
+    mk_divisor by_slice;
 } mk_pairs_walk;
-MK_DEV mk_pairs_walk mk_pairs_walk_of(const mk_dev *d, uint32_t T)
+MK_DEV mk_pairs_walk mk_pairs_walk_of(const mk_dev *d)
 {
     const mk_wait *w = &d->in->wait[0];
+    const mk_vec *v = &d->sh->vec[w->vec];
     mk_pairs_walk k;
-    k.v = &d->sh->vec[w->vec];
-    k.start = d->sh->start + k.v->start_index;
-    k.base = mk_wait_packets(d, w, k.v, 0);
-    k.per = T * k.v->slice_packets;
-    k.row_packets = k.v->nslice * k.v->slice_packets;
-    k.epoch = mk_wait_epoch(d, w);
-    k.by_per = mk_div_by(k.per);
+    k.start = d->sh->start + v->start_index;
+    k.base = mk_fed_of(d->in)->place.in[0];
+    k.per = mk_small_quot(v->nslice, d->in->expert.topk) * v->slice_packets;
+    k.row_packets = v->nslice * v->slice_packets;
+    k.epoch = mk_fed_of(d->in)->place.epoch[0];
+    k.by_slice = mk_div_by_slice(v);
     return k;
 }
-/* Values of packet i of a pair: [*at, *at + result) of its expert. */
-MK_DEV uint32_t mk_pair_packet(const mk_pairs_walk *k, uint32_t i, uint32_t *at)
-{
-    const uint32_t sp = k->v->slice_packets, s = mk_quot(i, mk_div_by_slice(k->v)), p = (i - s * sp) * 6, st = k->start[s], len = k->start[s + 1] - st;
-    *at = st + p;
-    return p >= len ? 0 : len - p < 6 ? len - p : 6;
-}
-/* A packet's values; those beyond count are 0. */
-MK_DEV void mk_pair_open(uint4 q, uint32_t count, float *y)
-{
-    const uint32_t word[3] = {q.x, q.y, q.z};
-#pragma unroll
-    for (uint32_t k = 0; k < 6; k++) y[k] = k < count ? __uint_as_float(k & 1 ? word[k / 2] & 0xffff0000u : word[k / 2] << 16) : 0;
-}
-/* Values of pair `pair` (of those staged from p0 on): a row of the staging area, columns of its expert beside each other. */
-template <uint32_t FORM> MK_DEV void mk_pair_stage(const mk_dev *d, uint32_t p0, uint32_t pair, uint32_t k, uint32_t at, uint32_t count, const float *y, float scale)
-{
-    const uint32_t row = mk_smem(d->sh->staging) + (pair - p0) * mk_row_stride(k);
-#pragma unroll
-    for (uint32_t i = 0; i < 6; i += 2) {
-        const uint32_t v = FORM == MK_X_F16 ? mk_f16_pair(y[i] * scale, y[i + 1] * scale) : mk_bf16_pair(y[i], y[i + 1]);
-        if (i < count) mk_sts16(row + mk_staged_at(at + i, FORM == MK_X_F16), v);
-        if (i + 1 < count) mk_sts16(row + mk_staged_at(at + i + 1, FORM == MK_X_F16), v >> 16);
-    }
-}
 
-/* Waits for all inputs and takes every row's largest magnitude; stages the pairs [0, n) if one row's packets stay in registers. Returns whether it did. */
-#define MK_PAIR_PACKETS 7 /* of a thread, in registers */
-template <uint32_t FORM> MK_DEV bool mk_pairs_look(const mk_dev *d, uint32_t T, uint32_t n)
+/* A warp brings the values of row r's choice `rank` to shared address `to`, in order, as they are. A slice's last packet may write beyond its values: they come backwards, so
+ * that what belongs there is written later. Packets are asked for beyond the pair's as well: memory goes on (gpu.cu). */
+MK_DEV void mk_pair_gather(const mk_dev *d, const mk_pairs_walk *w, uint32_t r, uint32_t rank, uint32_t to)
 {
-    const mk_insn *in = d->in;
-    const mk_expert *e = &in->expert;
-    const mk_pairs_walk w = mk_pairs_walk_of(d, T);
-    const uint32_t nrows = d->step->nrows, all = e->topk * w.per;
-    const bool kept = nrows == 1 && n == e->topk && all <= MK_PAIR_PACKETS * MK_COMPUTE;
-    uint32_t at[MK_PAIR_PACKETS], count[MK_PAIR_PACKETS] = {0};
-    uint4 q[MK_PAIR_PACKETS];
+    const uint32_t first = rank * w->per, none = mk_smem(d->sh->red) + d->tid * 16;
+    const uint4 *from = w->base + r * w->row_packets + first;
 #pragma unroll 1
-    for (uint32_t r = 0; r < nrows; r++) {
-        uint32_t top = 0;
-#pragma unroll 1
-        for (uint32_t i = d->tid; i < all; i += MK_PAIR_PACKETS * MK_COMPUTE) {
-            const uint4 *row = w.base + r * w.row_packets + i;
+    for (uint32_t i = d->lane; i - d->lane < w->per; i += 32 * MK_PAIR_PACKETS) {
+        uint4 q[MK_PAIR_PACKETS];
+        uint32_t at[MK_PAIR_PACKETS];
+        const uint4 *p = from + i;
+#pragma unroll
+        for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) q[j] = mk_packet_load(p + 32 * j);
+        __syncwarp(); /* all asked for before anything else is done */
+#pragma unroll
+        for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) {
+            const uint32_t p = min(i + 32 * j, w->per - 1), s = mk_quot(p, w->by_slice), v = w->start[s] + (p - s * w->by_slice.n) * 6, end = w->start[s + 1];
+            at[j] = i + 32 * j < w->per && v < end ? to + 2 * v : none;
+        }
+        uint32_t looks = 0;
+        for (bool again = true; again;) {
+            again = false;
+            uint32_t late = 0, found = 0;
+#pragma unroll
+            for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++)
+                if (q[j].w != w->epoch && at[j] != none) {
+                    again = true;
+                    late = i + 32 * j;
+                    found = q[j].w;
+                    q[j] = mk_packet_load(p + 32 * j);
+                }
+            if (again) again = mk_still_waiting(++looks, 0, r, first + late, found);
+        }
+        mk_waited(looks);
+#pragma unroll
+        for (int k = 5; k >= 0; k--) {
+            __syncwarp();
 #pragma unroll
             for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) {
-                const uint32_t p = i + j * MK_COMPUTE;
-                count[j] = p < all ? mk_pair_packet(&w, p - mk_quot(p, w.by_per) * w.per, &at[j]) : 0;
-                q[j] = count[j] ? mk_packet_load(row + j * MK_COMPUTE) : make_uint4(0, 0, 0, w.epoch);
-            }
-            uint32_t looks = 0;
-            for (bool again = true; again;) {
-                again = false;
-                uint32_t late = 0, found = 0;
-#pragma unroll
-                for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++)
-                    if (q[j].w != w.epoch) {
-                        again = true;
-                        late = i + j * MK_COMPUTE;
-                        found = q[j].w;
-                        q[j] = mk_packet_load(row + j * MK_COMPUTE);
-                    }
-                if (again) again = mk_still_waiting(++looks, 0, r, late, found);
-            }
-            mk_waited(looks);
-#pragma unroll
-            for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) {
-                float y[6];
-                mk_pair_open(q[j], count[j], y);
-#pragma unroll
-                for (uint32_t k = 0; k < 6; k++) top = max(top, __float_as_uint(y[k]) & 0x7fffffffu);
+                const uint32_t word = k < 2 ? q[j].x : k < 4 ? q[j].y : q[j].z;
+                mk_sts16(at[j] + 2 * k, k & 1 ? word >> 16 : word);
             }
         }
-        mk_row_top(d, r, top);
     }
-    if (d->lane == 0) d->sh->gain[d->memo->parity][d->warp] = 0;
-    mk_sync();
-    if (d->tid < nrows) d->sh->scale[d->memo->parity][d->tid] = mk_row_scale(d, d->tid);
-    if (!kept) return false;
-    const float scale = mk_row_scale(d, 0);
-#pragma unroll
-    for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) {
-        float y[6];
-        mk_pair_open(q[j], count[j], y);
-        if (count[j]) mk_pair_stage<FORM>(d, 0, mk_quot(d->tid + j * MK_COMPUTE, w.by_per), e->k, at[j], count[j], y, scale);
-    }
-    return true;
 }
 
-/* Inputs of pairs [p0, p0 + n), which have been looked at, to the staging area. */
-template <uint32_t FORM> MK_DEV void mk_pairs_stage(const mk_dev *d, uint32_t T, uint32_t p0, uint32_t n)
+/* From there it becomes a staged row, in place: a lane opens 8 values, four lanes 64 bytes. k values, zeros up to the end of the K block. Returns the inverse of the power of
+ * two that they were multiplied by. */
+template <uint32_t FORM> MK_DEV float mk_pair_open(uint32_t lane, uint32_t row, uint32_t k)
 {
-    const mk_insn *in = d->in;
-    const mk_expert *e = &in->expert;
-    const mk_pairs *pairs = &d->sh->pairs;
-    const mk_pairs_walk w = mk_pairs_walk_of(d, T);
+    const uint32_t bytes = ((k + 63) & ~63u) * 2, out = row + (lane & ~3u) * 16 + (FORM == MK_X_F16 ? (lane & 1) * 32 + (lane & 2) * 2 : (lane & 3) * 4);
+    __syncwarp();
 #pragma unroll 1
-    for (uint32_t i = d->tid; i < n * w.per; i += MK_COMPUTE) {
-        const uint32_t pair = p0 + mk_quot(i, w.by_per), p = i - (pair - p0) * w.per, row = pairs->row[pair];
-        uint32_t at, count = mk_pair_packet(&w, p, &at);
-        float y[6];
-        if (!count) continue;
-        mk_pair_open(mk_packet_load(w.base + row * w.row_packets + pairs->rank[pair] * w.per + p), count, y);
-        mk_pair_stage<FORM>(d, p0, pair, e->k, at, count, y, mk_row_scale(d, row));
+    for (uint32_t i = 2 * k + 2 * lane; i < bytes; i += 64) mk_sts16(row + i, 0);
+    __syncwarp();
+    float scale = 1, inverse = 1;
+    if (FORM == MK_X_F16) {
+        uint32_t top = 0;
+#pragma unroll 1
+        for (uint32_t i = lane * 16; i < bytes; i += 512) {
+            const uint4 q = mk_lds128(row + i);
+            top = __vmaxu2(__vmaxu2(top, q.x & 0x7fff7fffu), q.y & 0x7fff7fffu);
+            top = __vmaxu2(__vmaxu2(top, q.z & 0x7fff7fffu), q.w & 0x7fff7fffu);
+        }
+        top = __reduce_max_sync(0xffffffffu, max(top >> 16, top & 0xffffu));
+        scale = mk_f16_scale(top << 16, 0);
+        inverse = mk_unscale(scale);
     }
+#pragma unroll 1
+    for (uint32_t i = 0; i < bytes; i += 512) {
+        const bool has = i + lane * 16 < bytes;
+        const uint4 q = mk_lds128(row + (has ? i + lane * 16 : 0));
+        uint32_t u[4] = {q.x, q.y, q.z, q.w};
+        __syncwarp();
+        if (!has) continue;
+        if (FORM == MK_X_F16) {
+#pragma unroll
+            for (uint32_t j = 0; j < 4; j++) u[j] = mk_f16_pair(__uint_as_float(u[j] << 16) * scale, __uint_as_float(u[j] & 0xffff0000u) * scale);
+            mk_sts32(out + i, u[0]); /* not quite as mk_staged_at says: what mma.sync takes together lies side by side */
+            mk_sts32(out + i + 8, u[1]);
+            mk_sts32(out + i + 16, u[2]);
+            mk_sts32(out + i + 24, u[3]);
+        } else {
+#pragma unroll
+            for (uint32_t j = 0; j < 4; j++) mk_sts32(out + i + 16 * j, u[j]);
+        }
+    }
+    return inverse;
 }
 
-/* The next batch of experts, from j0 of the union on: those whose inputs fit the staging area, and whose products the reduction area. Stages them and lists their
- * products. All compute threads; the staging area and the reduction area are not in use. */
-template <uint32_t FORM> MK_DEV uint32_t mk_down_batch(const mk_dev *d, uint32_t j0)
+/* Stages the pairs [p0, p1), whose experts begin with j0 and end before j1, and makes their table. */
+template <uint32_t FORM> MK_DEV void mk_pairs_stage(const mk_dev *d, const mk_routes *routes, uint32_t p0, uint32_t p1, uint32_t j0, uint32_t j1)
 {
-    const mk_insn *in = d->in;
-    const mk_expert *e = &in->expert;
-    const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
     const mk_pairs *pairs = &d->sh->pairs;
-    const uint32_t nrows = d->step->nrows, n = e->n, n_union = routes->n_union, bytes = mk_staged_bytes(e->k, FORM), T = mk_small_quot(d->sh->vec[in->wait[0].vec].nslice, e->topk);
-    const uint32_t fit = mk_small_quot(MK_DOWN_STAGING, bytes), size = mk_red_size(n, nrows), slots = min(mk_small_quot(MK_RED_FLOATS, size), MK_MAX_JOBS);
-    const uint32_t p0 = pairs->first[j0];
-    uint32_t j1 = j0 + 1;
-    while (j1 < n_union && j1 - j0 < slots && pairs->first[j1 + 1] - p0 <= fit) j1++;
-    const uint32_t batch = j1 - j0, there = pairs->first[j1] - p0;
-    if (d->tid < batch) {
-        mk_job *job = &d->sh->job[d->tid];
-        const uint32_t j = j0 + d->tid, first = pairs->first[j];
-        job->rows = n;
-        job->phase = e->phase;
-        job->stages = mk_slice_stages(e->wtype, n, e->k);
-        job->x = mk_smem(d->sh->staging) + (first - p0) * bytes;
-        job->cols = pairs->first[j + 1] - first;
-        job->base = d->tid * size;
-        job->j = j;
-        job->t = first;
+    const mk_pairs_walk w = mk_pairs_walk_of(d);
+    const uint32_t staging = mk_smem(d->sh->staging), k = d->in->expert.k, stride = mk_row_stride(k), nrows = d->step->nrows;
+    uint32_t *table = (uint32_t *)d->sh->red + MK_DOWN_TABLE;
+#pragma unroll 1
+    for (uint32_t i = d->tid; nrows > 1 && i < (j1 - j0) * MK_MAX_ROWS; i += MK_COMPUTE) {
+        const uint32_t r = i % MK_MAX_ROWS;
+        if (r < nrows && routes->rank[r][j0 + i / MK_MAX_ROWS] != 255) continue;
+        table[i] = MK_NOT_CHOSEN;
+        table[MK_DOWN_PAIRS + i] = staging; /* not looked at, but loaded */
     }
-    if (d->tid == 0) d->sh->next_job = j1;
-    if (j0 || !mk_pairs_look<FORM>(d, T, there)) mk_pairs_stage<FORM>(d, T, p0, there);
-    if (d->tid < there) mk_stage_pad(mk_smem(d->sh->staging) + d->tid * bytes, e->k, FORM == MK_X_F16); /* the last K block is padded */
-    mk_sync();
-    if (!j0) mk_trace_input(d);
-    return batch;
-}
-template <uint32_t FORM> MK_CALL uint32_t mk_down_stage(const mk_insn *in, uint32_t j0)
-{
-    const mk_dev here = mk_here(in);
-    return mk_down_batch<FORM>(&here, j0);
-}
-MK_DEV uint32_t mk_down_next(const mk_insn *in, uint32_t j0)
-{
-    return in->expert.wtype == MK_W_FP8 ? mk_down_stage<MK_X_F16>(in, j0) : mk_down_stage<MK_X_BF16>(in, j0);
+#pragma unroll 1
+    for (uint32_t p = p0 + d->warp; p < p1; p += MK_WARPS) {
+        const uint32_t r = pairs->row[p], rank = pairs->rank[p], to = staging + (p - p0) * stride, at = (pairs->expert[p] - j0) * MK_MAX_ROWS + r;
+        mk_pair_gather(d, &w, r, rank, to);
+        const float inverse = mk_pair_open<FORM>(d->lane, to, k);
+        if (d->lane == 0) {
+            table[at] = __float_as_uint(__fmul_rn(routes->weight[r][rank], inverse));
+            table[MK_DOWN_PAIRS + at] = to;
+        }
+    }
 }
 
-MK_CALL uint32_t mk_expert_down_begin(const mk_insn *in)
+/* acc + this warp's NT tiles of a batch of experts. at: of the first one's first stage, nst: stages of an expert. */
+template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, uint32_t at, uint32_t experts, uint32_t cols, mk_accs acc)
 {
-    const mk_dev here = mk_here(in), *d = &here;
-    __syncwarp();
-    if (d->lane == 0) {
-        d->memo->staged = 0;
-        d->memo->parity ^= 1;
+    constexpr bool FP8 = FORM == MK_X_F16;
+    mk_shared *sh = mk_sh();
+    const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, first = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1);
+    const bool sides = rows > 16 * MK_TILES;
+    const uint32_t ways = sides ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS, way = member & (ways - 1), row0 = sides ? (member >> 1) * 16 * MK_TILES : 0;
+    const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16; /* of ldmatrix: chunk lane / 16, row lane % 16 */
+    const uint32_t ring0 = mk_smem(mk_stages(MK_EXPERT)), full = mk_smem(sh->full[MK_EXPERT]), empty = mk_smem(sh->empty[MK_EXPERT]);
+    uint32_t c[2 * NT], pair = mk_smem(sh->red + MK_DOWN_TABLE);
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * NT; i++) c[i] = FP8 ? mk_scale_of(row0 + 8 * i + g, rows, rows, t->nseg, t->phase) : 0;
+
+#pragma unroll 1
+    for (uint32_t j = 0; j < experts; j++, at += nst, pair += 4 * MK_MAX_ROWS) {
+        const uint32_t table = mk_after(pair);
+        const float n0 = mk_lds(table + 8 * l), n1 = mk_lds(table + 8 * l + 4);
+        const uint32_t column = __float_as_uint(mk_lds(table + 4 * MK_DOWN_PAIRS + 4 * (g < cols ? g : 0))) + l * 16;
+        const bool chosen0 = __float_as_uint(n0) != MK_NOT_CHOSEN, chosen1 = __float_as_uint(n1) != MK_NOT_CHOSEN;
+        uint32_t turn = first ? per : 0; /* K blocks of the partial sum before: a function of k alone */
+#pragma unroll 1
+        for (uint32_t s = first; s < nst; s += MK_GROUPS, turn += per) {
+            const uint32_t n = at + s, slot = n & (MK_EXPERT_STAGES - 1), kb = s * per, end = min(kb + per, nkb), stage = ring0 + slot * MK_STAGE_STRIDE;
+            mk_stage_wait(full + 8 * slot, n >> MK_LOG_EXPERT & 1, MK_FAULT_EXPERT);
+            const uint32_t b0 = (way - turn) & (ways - 1);
+            uint32_t w = mk_after(stage + row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0) * (FP8 ? 128 : 64);
+            const uint32_t scales = mk_after(stage + MK_STAGE_BYTES) + (((kb >> 1) * scale_row) & 15) - (kb >> 1) * scale_row;
+#pragma unroll 1
+            for (uint32_t k = kb + b0; k < end; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
+                float part[NT][4];
+                const uint4 v0 = mk_ldx(xk), v1 = FP8 ? mk_ldx(xk + 64) : v0;
+                const uint32_t at_row = scales + (k >> 1) * scale_row;
+#pragma unroll
+                for (uint32_t i = 0; i < NT; i++) {
+                    uint32_t a[4], b[4];
+                    mk_ldmatrix(a, w + 256 * i);
+                    mk_ldmatrix(b, w + 256 * i + 2 * rows * 16);
+                    part[i][0] = part[i][1] = part[i][2] = part[i][3] = 0;
+                    if (FP8) {
+                        uint32_t lo[4], hi[4];
+#pragma unroll
+                        for (int q = 0; q < 4; q++) mk_fp8_open(a[q], &lo[q], &hi[q]);
+                        mk_mma_f16(part[i], lo, v0.x, v0.y);
+                        mk_mma_f16(part[i], hi, v0.z, v0.w);
+#pragma unroll
+                        for (int q = 0; q < 4; q++) mk_fp8_open(b[q], &lo[q], &hi[q]);
+                        mk_mma_f16(part[i], lo, v1.x, v1.y);
+                        mk_mma_f16(part[i], hi, v1.z, v1.w);
+                    } else {
+                        mk_mma_bf16(part[i], a, v0.x, v0.y);
+                        mk_mma_bf16(part[i], b, v0.z, v0.w);
+                    }
+                }
+#pragma unroll
+                for (uint32_t i = 0; i < NT; i++) {
+                    const float f0 = FP8 ? mk_lds(at_row + c[2 * i]) : 1, f1 = FP8 ? mk_lds(at_row + c[2 * i + 1]) : 1;
+                    float4 *y = &acc.tile[i];
+                    y->x = chosen0 ? __fmaf_rn(part[i][0], f0 * n0, y->x) : y->x;
+                    y->y = chosen1 ? __fmaf_rn(part[i][1], f0 * n1, y->y) : y->y;
+                    y->z = chosen0 ? __fmaf_rn(part[i][2], f1 * n0, y->z) : y->z;
+                    y->w = chosen1 ? __fmaf_rn(part[i][3], f1 * n1, y->w) : y->w;
+                }
+            }
+            __syncwarp();
+            if (mk_arrives(lane)) mk_mbar_arrive(empty + 8 * slot);
+        }
     }
-    __syncwarp();
-    return mk_down_next(in, 0);
+    return acc;
+}
+template <uint32_t FORM> MK_DEV mk_accs mk_down_product(const mk_tile *t, uint32_t at, uint32_t experts, uint32_t cols, mk_accs acc)
+{
+    const uint32_t tiles = (t->rows + 15) / 16; /* with two sides: all four, of which the second's last may be none */
+    if (tiles == 1) return mk_down_product_as<FORM, 1>(t, at, experts, cols, acc);
+    if (tiles == 2) return mk_down_product_as<FORM, 2>(t, at, experts, cols, acc);
+    if (tiles == 3) return mk_down_product_as<FORM, 3>(t, at, experts, cols, acc);
+    return mk_down_product_as<FORM, 4>(t, at, experts, cols, acc);
 }
 
-/* Adds the batch's products to the rows' sums, in ascending id of the expert: a lane a value, in units of 30. The sums of a batch that is not the last wait behind the
- * staged inputs. */
-MK_CALL uint32_t mk_expert_down_end(const mk_insn *in, uint32_t batch)
+/* Partial sums lie in the reduction area [partial][column][64 or 128 rows]: a partial sum a group and K way. */
+MK_DEV uint32_t mk_down_log_rows(uint32_t n)
+{
+    return n > 16 * MK_TILES ? 7 : 6;
+}
+MK_DEV void mk_down_put(const mk_dev *d, uint32_t n, uint32_t at, uint32_t cols, const mk_accs *acc)
+{
+    const uint32_t c = 2 * (d->lane & 3), log = mk_down_log_rows(n), group = (d->warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = d->warp % MK_GROUP_WARPS;
+    const uint32_t partial = log == 7 ? group * 2 + (member & 1) : group * 4 + member, row0 = log == 7 ? (member >> 1) * 16 * MK_TILES : 0;
+    if (c >= cols) return;
+    float *r = d->sh->red + ((partial * cols + c) << log) + row0 + (d->lane >> 2);
+    const bool both = c + 1 < cols;
+#pragma unroll
+    for (uint32_t j = 0; j < MK_TILES; j++, r += 16) {
+        if (row0 + 16 * j >= n) break;
+        r[0] = acc->tile[j].x;
+        r[8] = acc->tile[j].z;
+        if (both) r[1u << log] = acc->tile[j].y;
+        if (both) r[(1u << log) + 8] = acc->tile[j].w;
+    }
+}
+/* Matrix row i, column c. */
+MK_DEV float mk_down_sum(const mk_dev *d, uint32_t n, uint32_t i, uint32_t c, uint32_t cols)
+{
+    const uint32_t log = mk_down_log_rows(n), step = cols << log;
+    const float *r = d->sh->red + (c << log) + i;
+    float sum = __fadd_rn(__fadd_rn(r[0], r[step]), __fadd_rn(r[2 * step], r[3 * step]));
+    if (log == 6) sum = __fadd_rn(sum, __fadd_rn(__fadd_rn(r[4 * step], r[5 * step]), __fadd_rn(r[6 * step], r[7 * step])));
+    return sum;
+}
+
+template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
-    const mk_expert *e = &in->expert;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_tile t = f->plan.tile;
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
-    const mk_wait *w = &in->wait[2];
-    const mk_vec *out = &d->sh->vec[in->signal_vec], *from = &d->sh->vec[w->vec];
-    const mk_job *jobs = d->sh->job;
-    const uint32_t nrows = d->step->nrows, n = e->n, units = mk_units(n), next = d->sh->next_job, epoch = mk_wait_epoch(d, w);
-    const bool first = jobs->j == 0, last = next == routes->n_union, local = from->scope == MK_LOCAL;
-    float *sums = (float *)(d->sh->staging + MK_DOWN_STAGING);
+    const mk_vec *from = &d->sh->vec[in->wait[2].vec], *out = &d->sh->vec[in->signal_vec];
+    const uint32_t nrows = d->step->nrows, n = t.rows, n_union = routes->n_union, units = mk_units(n), epoch = f->place.epoch[2], from_row = from->nslice * from->slice_packets;
+    const uint32_t fit = mk_small_quot(MK_STAGING, mk_row_stride(in->expert.k)), most = min(fit & ~(MK_WARPS - 1), MK_DOWN_MOST); /* at least one expert with all rows */
+    const bool local = from->scope == MK_LOCAL;
     const mk_unit_at u0 = mk_unit_first(d->warp, units);
-    uint4 look = make_uint4(0, 0, 0, epoch + 1); /* what the products are added to, asked for before the barrier */
     const uint32_t i0 = u0.group * MK_UNIT + d->lane;
-    if (first && !local && u0.row < nrows && i0 < n && d->lane < MK_UNIT) look = mk_packet_load(mk_wait_packets(d, w, from, u0.row) + i0 / 3);
+    uint4 look = make_uint4(0, 0, 0, epoch + 1); /* what the products are added to, asked for long before it is needed */
+    if (!local && u0.row < nrows && i0 < n && d->lane < MK_UNIT) look = mk_packet_load(f->place.in[2] + u0.row * from_row + i0 / 3);
+    mk_staged_drop(d);
+    mk_sync(); /* nobody reads the reduction area any more */
+
+    mk_accs acc = mk_no_sum();
+    const uint32_t at0 = mk_ring_at(d, MK_EXPERT);
+    uint32_t at = at0;
+#pragma unroll 1
+    for (uint32_t j = 0; j < n_union;) {
+        const uint32_t p0 = d->sh->pairs.first[j];
+        uint32_t next = min(j + most, n_union);
+#pragma unroll 1
+        while (d->sh->pairs.first[next] - p0 > most) next--;
+        if (j) mk_sync(); /* the batch before is multiplied */
+        mk_pairs_stage<FORM>(d, routes, p0, d->sh->pairs.first[next], j, next);
+        mk_sync();
+        if (!j) mk_trace_input(d);
+        mk_trace_bytes(d, (next - j) * n * t.nkb * MK_KBLOCK_BYTES);
+        acc = mk_down_product<FORM>(&t, at, next - j, nrows, acc);
+        at += (next - j) * t.nst;
+        j = next;
+    }
+    mk_ring_pass(d, MK_EXPERT, at);
+    mk_down_put(d, n, at0, nrows, &acc);
     mk_sync();
-    if (last) mk_trace_publish(d);
+    mk_trace_publish(d);
+#pragma unroll 1
     for (mk_unit_at u = u0; u.row < nrows; mk_unit_next(&u, units)) {
         const uint32_t r = u.row, i = u.group * MK_UNIT + d->lane;
-        const bool has = i < n && d->lane < MK_UNIT;
         float y = 0;
-        if (has) {
-            if (!first) {
-                y = sums[r * n + i];
-            } else if (local) {
-                y = ((const float *)mk_local_at(d, w->vec))[r * n + i];
+        if (i < n && d->lane < MK_UNIT) {
+            if (local) {
+                y = ((const float *)mk_local_at(d, in->wait[2].vec))[r * n + i];
             } else {
-                look = mk_packet_get(mk_wait_packets(d, w, from, r) + i / 3, look, epoch, 2, r, i / 3);
+                look = mk_packet_get(f->place.in[2] + r * from_row + i / 3, look, epoch, 2, r, i / 3);
                 y = __uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z);
                 look.w = epoch + 1;
             }
-            const float factor = e->wtype == MK_W_FP8 ? mk_unscale(d->sh->scale[d->memo->parity][r]) : 1;
-#pragma unroll 4
-            for (uint32_t b = 0; b < batch; b++) {
-                const mk_job *job = jobs + b;
-                const uint32_t rank = routes->rank[r][job->j];
-                uint32_t c = 0;
-                if (nrows > 1)
-                    while (c < job->cols && d->sh->pairs.row[job->t + c] != r) c++;
-                const float x = mk_red_get(job->base, mk_red_form_of(n, job->stages >> 16, job->cols), i, c < job->cols ? c : 0) * factor;
-                if (rank != 255) y = __fadd_rn(y, __fmul_rn(routes->weight[r][rank], x));
-            }
-            if (!last) sums[r * n + i] = y;
+            y = __fadd_rn(y, mk_down_sum(d, n, i, r, nrows));
         }
         __syncwarp();
-        if (last) mk_publish_unit(out, mk_signal_packets(d, out, r, in->signal_slice), n, u.group, y, mk_signal_epoch(d), d->lane);
+        mk_publish_unit(out, f->place.out + r * out->nslice * out->slice_packets, n, u.group, y, f->place.out_epoch, d->lane);
     }
-    if (last) return 0;
-    mk_sync();
-    return mk_down_next(in, next);
+}
+MK_DEV void mk_expert_down_run(const mk_insn *in)
+{
+    if (in->expert.wtype == MK_W_FP8)
+        mk_down_of<MK_X_F16>(in);
+    else
+        mk_down_of<MK_X_BF16>(in);
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* What the matrix opcodes (GEMV, EXPERT_UP, EXPERT_DOWN, LM_HEAD) share on the device.
+/* What the matrix opcodes (GEMV, EXPERT_UP, LM_HEAD, and in part EXPERT_DOWN) share on the device.
  *
  * A vector is staged in the form that its matrix' weights are multiplied in, up to eight rows of it:
  *   BF16 weights   bf16
@@ -834,17 +834,16 @@ template <uint32_t FORM> MK_CALL void mk_static_product(const mk_insn *in)
         for (uint32_t k = 0; k < MK_TILES; k++) mk_sums_at(d)[k] = acc.tile[k];
     }
 }
-/* The products of a batch of expert slices: what begin or end has listed. */
+/* EXPERT_UP: the products of a batch of slices, which begin or end has listed. */
 template <uint32_t FORM> MK_CALL void mk_expert_products(const mk_insn *in, uint32_t jobs)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_expert *e = &in->expert;
-    const uint32_t halves = in->opcode == MK_OP_EXPERT_UP ? 2 : 1;
     uint32_t at = mk_ring_at(d, MK_EXPERT);
 #pragma unroll 1
     for (uint32_t i = 0; i < jobs; i++) {
         const mk_job j = d->sh->job[i];
-        const mk_tile t = mk_tile_make(e->wtype, j.rows, e->k, halves, e->nseg, j.phase, j.stages);
+        const mk_tile t = mk_tile_make(e->wtype, j.rows, e->k, 2, e->nseg, j.phase, j.stages);
         const mk_accs acc = mk_product<FORM>(MK_EXPERT, at, &t, 0, t.nst, j.x, mk_row_stride(e->k), j.cols, MK_NO_NORM, mk_no_sum());
         mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
         mk_red_put(d, j.base, &t, at, j.cols, &acc);
@@ -854,7 +853,7 @@ template <uint32_t FORM> MK_CALL void mk_expert_products(const mk_insn *in, uint
 }
 MK_DEV void mk_products(const mk_insn *in, uint32_t jobs)
 {
-    if (in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) {
+    if (in->opcode == MK_OP_EXPERT_UP) {
         if (in->expert.wtype == MK_W_FP8)
             mk_expert_products<MK_X_F16>(in, jobs);
         else

@@ -74,7 +74,8 @@ typedef struct mk_expert_seg {
     uint16_t rows, t; /* EXPERT_DOWN: the worker's slice; rows = 0: EXPERT_UP */
     uint8_t nsegs, per_most, per_less; /* K blocks a stage: of slices of `most` rows, of shorter ones */
     uint8_t most;
-    uint32_t pad;
+    uint8_t blank;                     /* EXPERT_DOWN: an empty stage after each segment makes their number even */
+    uint8_t pad[3];
 } mk_expert_seg;
 static_assert(sizeof(mk_expert_seg) == 48, "three 16-byte loads");
 
@@ -121,7 +122,7 @@ typedef struct mk_input {
 } mk_input;
 /* What follows from an instruction of the matrix opcodes alone, worked out by the host: all that compute warps do is on the way of the token. */
 typedef struct mk_plan {
-    alignas(16) mk_tile tile; /* GEMV, LM_HEAD */
+    alignas(16) mk_tile tile; /* GEMV, LM_HEAD; EXPERT_DOWN: an expert's, nst is even */
     mk_input x;               /* GEMV, LM_HEAD, EXPERT_UP */
     uint32_t key;             /* the same for inputs that are staged alike; 0: none */
     uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row */
@@ -250,7 +251,7 @@ typedef struct mk_shared {
     mk_pairs pairs;
     mk_memo memo[MK_WARPS];
     mk_job job[MK_MAX_JOBS]; /* of a batch of products */
-    uint32_t next_job;       /* the first of the batch after: UP's slices, DOWN's experts */
+    uint32_t next_job;       /* UP: the first slice of the batch after */
     mk_trace_now trace;
     uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
     uint64_t full[2][MK_STATIC_STAGES], empty[2][MK_STATIC_STAGES]; /* by ring */

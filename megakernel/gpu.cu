@@ -278,10 +278,19 @@ static mk_expert_seg expert_seg(const mk_program *p, const mk_insn *in)
     s.t = (uint16_t)e->t;
     const uint32_t most = up ? 2u * ((e->inter + e->T - 1) / e->T) : e->n, less = up && e->inter >= e->T ? 2u * (e->inter / e->T) : most;
     s.most = (uint8_t)most;
-    s.per_most = (uint8_t)mk_stage_kblocks(e->wtype, most, s.nkb, 1, 0);
-    s.per_less = (uint8_t)mk_stage_kblocks(e->wtype, less, s.nkb, 1, 0);
+    s.per_most = (uint8_t)mk_stage_kblocks(e->wtype, most, s.nkb, 1, !up);
+    s.per_less = (uint8_t)mk_stage_kblocks(e->wtype, less, s.nkb, 1, !up);
+    s.blank = !up && (s.nkb + s.per_most - 1) / s.per_most % MK_GROUPS;
     s.nsegs = e->wtype == MK_W_FP8 ? (uint8_t)nsegs : 0;
     return s;
+}
+
+/* An expert's segment of EXPERT_DOWN. */
+static mk_tile down_tile(const mk_insn *in, const mk_expert_seg *s)
+{
+    const mk_expert *e = &in->expert;
+    const mk_tile t = {e->wtype, e->n, s->nkb, s->per_most, (s->nkb + s->per_most - 1u) / s->per_most + s->blank, 1, e->nseg, e->phase, 1};
+    return t;
 }
 
 /* Inputs that are staged alike have the same number, from 1 on. */
@@ -404,10 +413,12 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
         for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
             const mk_insn *in = &insn[k];
             if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(p, in);
-            if (!in->tape_bytes) {
+            if (in->opcode == MK_OP_EXPERT_DOWN) {
+                plan[k].tile = down_tile(in, &expert[n_expert - 1]);
+            } else if (!in->tape_bytes) {
                 rc = plan_of(g, in, NULL, &keys, &plan[k], err);
-                continue;
             }
+            if (!in->tape_bytes) continue;
             int lm = in->opcode == MK_OP_LM_HEAD;
             const mk_gemv *v = &in->gemv;
             uint32_t halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1, wtype = lm ? in->lm_head.wtype : v->wtype;
@@ -502,11 +513,12 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->local_bytes = (uint32_t)i->local_bytes;
     a->state_slot_bytes = i->state_slot_bytes;
     a->kv_page_bytes = i->kv_page_bytes;
+    /* EXPERT_DOWN may ask for 224 packets from any on, though it looks at its own alone */
     int ok = (a->tape = (uint8_t *)device_memory(g, "tapes", i->tape_bytes, err)) &&
              (a->expert = (uint8_t *)device_memory(g, "experts", i->expert_bytes, err)) &&
              (a->embed = (uint8_t *)device_memory(g, "embedding", i->embed_bytes, err)) &&
              (a->param = (float *)device_memory(g, "parameters", i->param_floats * 4, err)) &&
-             (a->exchange = (uint8_t *)device_memory(g, "exchange", i->exchange_bytes, err)) &&
+             (a->exchange = (uint8_t *)device_memory(g, "exchange", i->exchange_bytes + 4096, err)) &&
              (a->bulk = (uint8_t *)device_memory(g, "bulk vectors", i->bulk_bytes, err)) &&
              (a->counter = (uint32_t *)device_memory(g, "counters", 4ull * i->n_counter, err)) &&
              (g->sampling = (mk_sampling *)device_memory(g, "sampling parameters", slots * sizeof(mk_sampling), err)) &&

@@ -30,14 +30,14 @@
 
 /* ---- compute -------------------------------------------------------------------------------------------------------- */
 
-/* The four opcodes of products (matvec.cuh). */
+/* The opcodes of products (matvec.cuh). */
 MK_DEV void matrix_run(const mk_insn *in)
 {
     const uint32_t op = in->opcode;
-    uint32_t jobs = op == MK_OP_EXPERT_UP ? mk_expert_up_begin(in) : op == MK_OP_EXPERT_DOWN ? mk_expert_down_begin(in) : op == MK_OP_GEMV || mk_sh()->step.any_logits ? mk_static_next(in, 0) : 0;
+    uint32_t jobs = op == MK_OP_EXPERT_UP ? mk_expert_up_begin(in) : op == MK_OP_GEMV || mk_sh()->step.any_logits ? mk_static_next(in, 0) : 0;
     do {
         if (jobs) mk_products(in, jobs);
-        jobs = op == MK_OP_EXPERT_UP ? mk_expert_up_end(in, jobs) : op == MK_OP_EXPERT_DOWN ? mk_expert_down_end(in, jobs) : op == MK_OP_GEMV ? mk_gemv_end(in) : mk_lm_head_end(in);
+        jobs = op == MK_OP_EXPERT_UP ? mk_expert_up_end(in, jobs) : op == MK_OP_GEMV ? mk_gemv_end(in) : mk_lm_head_end(in);
     } while (jobs);
 }
 
@@ -102,8 +102,8 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_EMBED: call_mk_embed_run(in); break;
         case MK_OP_GEMV:
         case MK_OP_LM_HEAD:
-        case MK_OP_EXPERT_UP:
-        case MK_OP_EXPERT_DOWN: matrix_run(in); break;
+        case MK_OP_EXPERT_UP: matrix_run(in); break;
+        case MK_OP_EXPERT_DOWN: mk_expert_down_run(in); break;
         case MK_OP_CONV_STEP: call_mk_conv_step_run(in); break;
         case MK_OP_DELTA_STEP: call_mk_delta_step_run(in); break;
         case MK_OP_KV_APPEND: mk_kv_append_run(in); break;
@@ -307,6 +307,17 @@ MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scale_byte
     return true;
 }
 
+/* A stage of nothing. */
+MK_DEV bool feed_blank(mk_feed *f)
+{
+    const uint32_t slot = f->n & ((1u << f->log) - 1), parity = f->n >> f->log & 1;
+    while (!mk_mbar_try(f->empty + 8 * slot, parity ^ 1))
+        if (mk_flag_get(&f->sh->leave)) return false;
+    if (threadIdx.x % 32 == 0) mk_mbar_arrive(f->full + 8 * slot);
+    f->n++;
+    return true;
+}
+
 /* Nothing may be in flight when the block leaves: of every slot the last use, if it had one. */
 MK_DEV void feed_drain(const mk_feed *f)
 {
@@ -391,7 +402,7 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
             for (uint32_t t = s.rows ? s.t : worker >= shift ? worker - shift : worker + a->workers - shift; t < s.T && on; t += s.rows ? s.T : a->workers) {
                 const uint32_t rows = s.rows ? s.rows : 2 * (mk_cut(t + 1, s.inter, by_T) - mk_cut(t, s.inter, by_T));
                 on = feed_segment(&f, base + (uint64_t)t * s.slice_stride, s.scales, rows * MK_KBLOCK_BYTES, s.nkb, rows == s.most ? s.per_most : s.per_less,
-                                  s.nsegs, 1);
+                                  s.nsegs, 1) && !(s.blank && !feed_blank(&f));
             }
             for (shift += s.T; shift >= a->workers; shift -= a->workers) {}
         }
