@@ -88,21 +88,6 @@ MK_DEV float4 mk_delta_load(const mk_dev *d, const mk_delta *e, const mk_row *ro
     return __ldcg(from + v * (MK_DELTA_DK / 4) + d->lane);
 }
 
-/* Eight sums over the warp in nine exchanges: lanes 4 i to 4 i + 3 have sum i at the end. The order does not depend on i. */
-MK_DEV float mk_warp_eight(const float *v, uint32_t lane)
-{
-    const bool b16 = lane & 16, b8 = lane & 8, b4 = lane & 4;
-    float a[4], b[2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = (b16 ? v[i + 4] : v[i]) + __shfl_xor_sync(0xffffffffu, b16 ? v[i] : v[i + 4], 16);
-#pragma unroll
-    for (int i = 0; i < 2; i++) b[i] = (b8 ? a[i + 2] : a[i]) + __shfl_xor_sync(0xffffffffu, b8 ? a[i] : a[i + 2], 8);
-    float s = (b4 ? b[1] : b[0]) + __shfl_xor_sync(0xffffffffu, b4 ? b[0] : b[1], 4);
-#pragma unroll
-    for (int w = 2; w; w >>= 1) s += __shfl_xor_sync(0xffffffffu, s, w);
-    return s;
-}
-
 /* One warp publishes a row: the slice's values, then the trailer. */
 MK_DEV void mk_delta_publish(uint32_t lane, uint32_t dv, const mk_delta_row *x, uint4 *p, uint32_t epoch)
 {

@@ -44,7 +44,7 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gemv_one(const mk_i
 #pragma unroll
         for (uint32_t j = 0; j < MK_PACKETS; j++) {
             if (j && j * MK_COMPUTE >= packets) break;
-            top = max(top, mk_packet_order<F32>(q[j], m[j], p->x.in_off, k, ordered));
+            top = max(top, mk_packet_order<F32>(q[j], m[j], p->x.in_off, k, ordered, &sum));
             if (heads) mk_packet_trailer(q[j], m[j], trailer - in->wait[0].slice0);
         }
         if (FORM == MK_X_F16) {
@@ -61,13 +61,13 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gemv_one(const mk_i
 #pragma unroll
             for (uint32_t c = 0; c < MK_FOURS; c++) {
                 const uint32_t four = d->tid + c * MK_COMPUTE;
-                if (four < fours) mk_stage_four<F32, FORM, true>(ordered + four * (F32 ? 16 : 8), 4 * four, k, g[c], scale, staged, mk_row_stride(k), &sum);
+                if (four < fours) mk_stage_four<F32, FORM, true>(ordered + four * (F32 ? 16 : 8), 4 * four, k, g[c], scale, staged, mk_row_stride(k));
             }
             mk_row_squares(d, 0, sum);
         } else {
 #pragma unroll 1
             for (uint32_t four = d->tid; four < fours; four += MK_COMPUTE)
-                mk_stage_four<F32, FORM, false>(ordered + four * (F32 ? 16 : 8), 4 * four, k, g[0], scale, staged, mk_row_stride(k), &sum);
+                mk_stage_four<F32, FORM, false>(ordered + four * (F32 ? 16 : 8), 4 * four, k, g[0], scale, staged, mk_row_stride(k));
         }
         mk_sync();
     }

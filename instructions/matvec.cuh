@@ -43,6 +43,11 @@ MK_DEV uint32_t mk_f16_pair(float x0, float x1)
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(x1), "f"(x0));
     return v;
 }
+/* Two bf16, times a power of two. */
+MK_DEV uint32_t mk_f16_scaled(uint32_t v, float scale)
+{
+    return mk_f16_pair(__uint_as_float(v << 16) * scale, __uint_as_float(v & 0xffff0000u) * scale);
+}
 MK_DEV void mk_sts16(uint32_t at, uint32_t v)
 {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((uint16_t)v) : "memory");
@@ -55,31 +60,6 @@ MK_DEV void mk_sts64(uint32_t at, uint32_t x, uint32_t y)
 MK_DEV void mk_stage_pad(uint32_t row, uint32_t k, bool f16)
 {
     for (; k & 63; k++) mk_sts16(row + mk_staged_at(k, f16), 0);
-}
-
-/* HEADNORM: 1/rms of every head of every row, out of the trailers of its slices (ascending). A lane a slice; a head's slices, a power of two, lie
- * side by side in a warp. */
-MK_CALL void mk_head_norms(const mk_insn *in, uint32_t heads, uint32_t group, float eps)
-{
-    const mk_dev here = mk_here(in), *d = &here;
-    const mk_wait *w = &d->in->wait[0];
-    const mk_vec *v = &d->sh->vec[w->vec];
-    const uint4 *base = mk_wait_packets(d, w, v, 0);
-    const uint32_t n = w->nslice, total = n * d->step->nrows, shift = 31 - __clz((int)(n / heads)), per = 1u << shift, values = group >> shift;
-    const uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets, word = v->dtype == MK_F32 ? values : (values + 1) / 2;
-    for (uint32_t i0 = d->warp * 32; i0 < total; i0 += MK_COMPUTE) {
-        uint32_t s = i0 + d->lane, r = 0;
-        const bool has = s < total;
-        for (; s >= n; s -= n) r++;
-        float x = 0, sum = 0;
-        if (has) {
-            const uint32_t packet = s * sp + word / 3;
-            const uint4 q = mk_packet_wait(base + (size_t)r * v->nslice * sp + packet, w, r, packet, epoch);
-            x = __uint_as_float(word % 3 == 0 ? q.x : word % 3 == 1 ? q.y : q.z);
-        }
-        for (uint32_t k = 0; k < per; k++) sum += __shfl_sync(0xffffffffu, x, (d->lane & ~(per - 1)) + k);
-        if (has && (d->lane & (per - 1)) == 0) d->sh->head_rstd[r][s >> shift] = mk_rsqrtf(mk_div(sum, (float)group) + eps);
-    }
 }
 
 /* The segment of an expert's slice. */
@@ -181,12 +161,15 @@ MK_DEV uint32_t mk_bf16_pair(float x0, float x1)
     return v;
 }
 
-/* Gathering has two passes, a barrier between them: a row's packets go to shared memory in order, and then a thread opens four values at a time: few instructions,
- * because all that a thread does is on the way of the token. The power of two comes from the largest value and the largest gamma, which bound the largest product.
- * Values [4 i, 4 i + 4) belong to thread i modulo all, however many rows there are and whatever the chunks: so does the order in which squares are added. */
+/* Gathering one row has two passes, a barrier between them: its packets go to shared memory in order, and then a thread opens four values at a time: few instructions,
+ * because all that a thread does is on the way of the token. Of several rows a thread takes the same packet, whose values' places and gammas it works out once, and
+ * stages its values as bf16 at once; where the form is f16 the second pass multiplies them by the row's power of two, which comes from the largest value and the
+ * largest gamma: they bound the largest product.
+ * Packet i belongs to thread i modulo all, however many rows there are and whatever the chunks: so does the order in which squares are added. */
 
-/* A packet's values, as far as [off, off + len) of the vector holds them, to their places; m: its word of the map. Returns the bits of the largest magnitude. */
-template <bool F32> MK_DEV uint32_t mk_packet_order(uint4 q, uint32_t m, uint32_t off, uint32_t len, uint32_t ordered)
+/* A packet's values, as far as [off, off + len) of the vector holds them, to their places; m: its word of the map. Their squares are added to *sum. Returns the bits of
+ * the largest magnitude. */
+template <bool F32> MK_DEV uint32_t mk_packet_order(uint4 q, uint32_t m, uint32_t off, uint32_t len, uint32_t ordered, float *sum)
 {
     const uint32_t word[3] = {q.x, q.y, q.z}, at = MK_MAP_FIRST(m) - off, n = MK_MAP_VALUES(m), size = F32 ? 4 : 2;
     const uint32_t to = ordered + at * size;
@@ -195,10 +178,14 @@ template <bool F32> MK_DEV uint32_t mk_packet_order(uint4 q, uint32_t m, uint32_
     for (uint32_t k = 0; k < (F32 ? 3 : 6); k++) {
         if (k >= n || at + k >= len) continue;
         if (F32) {
+            const float x = __uint_as_float(word[k % 3]);
+            *sum = __fmaf_rn(x, x, *sum);
             top = max(top, word[k % 3] & 0x7fffffffu);
             mk_sts32(to + 4 * k, word[k % 3]);
         } else {
             const uint32_t bits = k & 1 ? word[k / 2] >> 16 : word[k / 2];
+            const float x = mk_bf16_value(bits);
+            *sum = __fmaf_rn(x, x, *sum);
             top = max(top, bits & 0x7fffu);
             mk_sts16(to + 2 * k, bits);
         }
@@ -228,10 +215,8 @@ MK_DEV void mk_head_norm(const mk_dev *d, const mk_plan *p, uint32_t r, const fl
     d->sh->head_rstd[r][h] = mk_rsqrtf(mk_div(sum, (float)p->x.norm_group) + p->x.eps);
 }
 
-/* Four values from k on, at `ordered`, of which those below `end` exist: they are staged at `to` (MK_NOWHERE: not). RMS: they meet gamma g and their squares are added to
- * *sum. plane: bytes between planes. */
-#define MK_NOWHERE 0xffffffffu
-template <bool F32, uint32_t FORM, bool RMS> MK_DEV void mk_stage_four(uint32_t ordered, uint32_t k, uint32_t end, const float *g, float scale, uint32_t to, uint32_t plane, float *sum)
+/* Four values from k on, at `ordered`, of which those below `end` exist: they are staged at `to`. RMS: they meet gamma g. plane: bytes between planes. */
+template <bool F32, uint32_t FORM, bool RMS> MK_DEV void mk_stage_four(uint32_t ordered, uint32_t k, uint32_t end, const float *g, float scale, uint32_t to, uint32_t plane)
 {
     float y[4];
     if (F32) {
@@ -245,11 +230,7 @@ template <bool F32, uint32_t FORM, bool RMS> MK_DEV void mk_stage_four(uint32_t 
     for (uint32_t i = 0; i < 4; i++) y[i] = k + i < end ? y[i] : 0;
     if (RMS)
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
-            *sum = __fmaf_rn(y[i], y[i], *sum);
-            y[i] = __fmul_rn(y[i], g[i]);
-        }
-    if (to == MK_NOWHERE) return;
+        for (uint32_t i = 0; i < 4; i++) y[i] = __fmul_rn(y[i], g[i]);
     const uint32_t at = to + mk_staged_at(k, FORM == MK_X_F16);
 #pragma unroll
     for (uint32_t p = 0; p < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); p++) {
@@ -331,59 +312,48 @@ MK_DEV void mk_row_wait(const uint4 *from, uint32_t tid, uint32_t r, uint32_t ep
     mk_waited(looks);
 }
 
-/* Rows that fit the staging area as a whole, and in order the scratch memory: behind one row, for several in the reduction area, whose halves take turns. */
-template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_whole(const mk_insn *in)
+/* One row that fits the staging area, and in order behind itself. */
+template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *plan = &f->plan;
-    const uint32_t k = plan->x.k, off = plan->x.in_off, packets = plan->packets, epoch = f->place.epoch[0], nrows = d->step->nrows, fours = (k + 63) / 64 * 16;
-    const uint32_t stride = mk_row_stride(k), staged = mk_smem(sh->staging), scratch = plan->scratch, kept = nrows == 1 ? staged + mk_staged_bytes(k, FORM) : mk_smem(sh->red);
+    const uint32_t k = plan->x.k, packets = plan->packets, fours = (k + 63) / 64 * 16, staged = mk_smem(sh->staging), ordered = staged + mk_staged_bytes(k, FORM);
     const bool heads = !RMS && plan->x.prologue == MK_PRO_HEADNORM;
+    float *const trailer = (float *)(sh->staging + mk_staged_bytes(k, FORM) + ((k + 63) & ~63u) * (F32 ? 4 : 2));
     const uint4 *from = f->place.in[0];
-    uint32_t m[MK_PACKETS];
+    uint32_t m[MK_PACKETS], top = 0;
     uint4 q[MK_PACKETS];
-    float g[MK_FOURS][4];
+    float g[MK_FOURS][4], sum = 0;
     mk_row_ask(from, d->tid, packets, q); /* everything is asked for before anything is looked at */
     mk_row_map(sh->args.map + plan->map, d->tid, packets, m);
     if (RMS) mk_row_gammas(sh->args.param + plan->x.param_off, d->tid, k, g);
-    if (nrows > 1) mk_sync(); /* nobody reads the reduction area any more */
     mk_row_unmap(d->tid, packets, m);
-#pragma unroll 1
-    for (uint32_t r = 0; r < nrows; r++) {
-        const uint32_t ordered = kept + (r & 1) * scratch;
-        float *trailer = (float *)(mk_dynamic + (ordered - mk_smem(mk_dynamic)) + (((k + 63) & ~63u) * (F32 ? 4 : 2))) - in->wait[0].slice0;
-        uint32_t top = 0;
-        mk_row_wait(from, d->tid, r, epoch, m, q);
+    mk_row_wait(from, d->tid, 0, f->place.epoch[0], m, q);
 #pragma unroll
-        for (uint32_t j = 0; j < MK_PACKETS; j++) {
-            top = max(top, mk_packet_order<F32>(q[j], m[j], off, k, ordered));
-            if (heads) mk_packet_trailer(q[j], m[j], trailer);
-        }
-        if (FORM == MK_X_F16) mk_row_top(d, r, top);
-        if (FORM == MK_X_F16 && r == 0) mk_gain(d, RMS ? mk_row_gain(g) : 0);
-        if (r + 1 < nrows) { /* the next row is under way while this one is staged */
-            from += d->sh->vec[in->wait[0].vec].nslice * d->sh->vec[in->wait[0].vec].slice_packets;
-            mk_row_ask(from, d->tid, packets, q);
-        }
-        mk_sync();
-        const float scale = FORM == MK_X_F16 ? mk_row_scale(d, r) : 1;
-        const uint32_t to = staged + r * stride;
-        float sum = 0;
-        if (FORM == MK_X_F16 && d->tid == 0) sh->scale[d->memo->parity][r] = scale;
-        if (heads) mk_head_norm(d, plan, r, trailer + in->wait[0].slice0);
-        if (RMS) {
+    for (uint32_t j = 0; j < MK_PACKETS; j++) {
+        top = max(top, mk_packet_order<F32>(q[j], m[j], plan->x.in_off, k, ordered, &sum));
+        if (heads) mk_packet_trailer(q[j], m[j], trailer - in->wait[0].slice0);
+    }
+    if (FORM == MK_X_F16) {
+        mk_row_top(d, 0, top);
+        mk_gain(d, RMS ? mk_row_gain(g) : 0);
+    }
+    mk_sync();
+    const float scale = FORM == MK_X_F16 ? mk_row_scale(d, 0) : 1;
+    if (FORM == MK_X_F16 && d->tid == 0) sh->scale[d->memo->parity][0] = scale;
+    if (heads) mk_head_norm(d, plan, 0, trailer);
+    if (RMS) {
 #pragma unroll
-            for (uint32_t c = 0; c < MK_FOURS; c++) {
-                const uint32_t i = d->tid + c * MK_COMPUTE;
-                if (i < fours) mk_stage_four<F32, FORM, true>(ordered + i * (F32 ? 16 : 8), 4 * i, k, g[c], scale, to, nrows * stride, &sum);
-            }
-            mk_row_squares(d, r, sum);
-        } else {
-#pragma unroll 1
-            for (uint32_t i = d->tid; i < fours; i += MK_COMPUTE) mk_stage_four<F32, FORM, false>(ordered + i * (F32 ? 16 : 8), 4 * i, k, g[0], scale, to, nrows * stride, &sum);
+        for (uint32_t c = 0; c < MK_FOURS; c++) {
+            const uint32_t i = d->tid + c * MK_COMPUTE;
+            if (i < fours) mk_stage_four<F32, FORM, true>(ordered + i * (F32 ? 16 : 8), 4 * i, k, g[c], scale, staged, mk_row_stride(k));
         }
+        mk_row_squares(d, 0, sum);
+    } else {
+#pragma unroll 1
+        for (uint32_t i = d->tid; i < fours; i += MK_COMPUTE) mk_stage_four<F32, FORM, false>(ordered + i * (F32 ? 16 : 8), 4 * i, k, g[0], scale, staged, mk_row_stride(k));
     }
 }
 MK_DEV bool mk_is_whole(const mk_plan *p, uint32_t nrows)
@@ -392,76 +362,188 @@ MK_DEV bool mk_is_whole(const mk_plan *p, uint32_t nrows)
 }
 MK_DEV bool mk_is_short(const mk_plan *p, uint32_t nrows)
 {
-    return p->scratch && (nrows == 1 ? mk_staged_bytes(p->x.k, p->x.form) + p->scratch <= MK_STAGING : mk_is_whole(p, nrows) && 2 * p->scratch <= MK_RED_FLOATS * 4);
+    return nrows == 1 && p->scratch && mk_staged_bytes(p->x.k, p->x.form) + p->scratch <= MK_STAGING;
 }
 
-/* Any number of rows, any chunk [c0, c0 + n) of any vector: a row and a short round of values at a time, in order in the reduction area (whose rest holds sums
- * between chunks). again: another chunk of a vector that has been looked at. */
-#define MK_SHORT_ROUND 512u
-static_assert(MK_SHORT_ROUND * 4 + MK_COMPUTE * MK_TILES * 16 <= MK_RED_FLOATS * 4 && MK_SHORT_ROUND / 4 <= MK_COMPUTE, "a short round of f32 and the sums of a product fit");
-template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_chunk(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
+/* Waits for packet p of all rows, of which q are earlier looks. While they are late one of them alone is looked at again and again: 132 workers would ask for
+ * 32 KB each. */
+MK_DEV void mk_rows_wait(const uint4 *from, uint32_t row_packets, uint32_t nrows, uint32_t p, uint32_t epoch, uint4 *q)
 {
+    uint32_t looks = 0;
+    for (bool more = true; more;) {
+        uint32_t late = MK_MAX_ROWS;
+#pragma unroll
+        for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
+            if (r < nrows && q[r].w != epoch) late = r;
+        if (late == MK_MAX_ROWS) break;
+        uint32_t found;
+        do
+            found = mk_packet_load(from + late * row_packets).w;
+        while ((more = mk_still_waiting(++looks, 0, late, p, found)) && found != epoch);
+#pragma unroll
+        for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
+            if (r < nrows && q[r].w != epoch) q[r] = mk_packet_load(from + r * row_packets);
+    }
+    mk_waited(looks);
+}
+
+/* Any number of rows, any chunk [c0, c0 + n) of any vector. again: another chunk of a vector that has been looked at as a whole. */
+template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
+{
+    constexpr uint32_t VALUES = F32 ? 3 : 6;
+    constexpr bool PAIRS = !F32 && !RMS; /* bf16 values are staged as they come, two at a time where both fall into one word */
     const mk_dev here = mk_here(in), *d = &here;
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *plan = &f->plan;
-    const mk_vec *v = &sh->vec[in->wait[0].vec];
-    const uint32_t packets = plan->packets, row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0], nrows = d->step->nrows, k = plan->x.k, off = plan->x.in_off;
-    const uint32_t staged = mk_smem(sh->staging), ordered = mk_smem(sh->red), stride = mk_row_stride(n), *map = sh->args.map + plan->map;
+    const mk_wait *wait = &in->wait[0];
+    const mk_vec *v = &sh->vec[wait->vec];
+    const uint32_t row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0], nrows = d->step->nrows, k = plan->x.k, off = plan->x.in_off;
+    const uint32_t staged = mk_smem(sh->staging), stride = mk_row_stride(n), plane = nrows * stride, *map = sh->args.map + plan->map;
     const float *gamma = sh->args.param + plan->x.param_off;
     const uint4 *base = f->place.in[0];
+    const bool heads = !RMS && plan->x.prologue == MK_PRO_HEADNORM;
+    float *const trailer = sh->red; /* [row][slice] */
+    if (heads && !again) mk_sync(); /* nobody reads the reduction area any more */
 
-    if (!again) { /* all of every row is looked at: its largest magnitude */
-        uint32_t gain = 0;
+    /* A chunk's first pass looks at the whole vector, if that is of any use, and stages nothing. */
 #pragma unroll 1
-        for (uint32_t r = 0; r < nrows; r++) {
-            uint32_t top = 0;
-#pragma unroll 1
-            for (uint32_t i = d->tid; i < packets; i += MK_COMPUTE) {
-                const uint32_t m = __ldg(map + i), at = MK_MAP_FIRST(m) - off;
-                if (!mk_map_used(m)) continue;
-                const uint4 *p = base + (size_t)r * row_packets + i, q = mk_packet_get(p, mk_packet_load(p), epoch, 0, r, i);
-                const uint32_t word[3] = {q.x, q.y, q.z};
-#pragma unroll
-                for (uint32_t e = 0; e < (F32 ? 3 : 6); e++)
-                    if (e < MK_MAP_VALUES(m) && at + e < k) top = max(top, (F32 ? word[e % 3] : e & 1 ? word[e / 2] & 0xffff0000u : word[e / 2] << 16) & 0x7fffffffu);
-            }
-            mk_row_top(d, r, top);
+    for (bool look = !again, stage = again || n == k || (FORM != MK_X_F16 && !RMS && !heads);; stage = true) {
+        const uint32_t c = stage ? c0 : 0, end = stage ? n : k; /* this pass is about values [c, c + end) */
+        uint32_t lo = 0, hi = plan->packets;
+        if (end < k) {
+            const uint16_t *start = sh->start + v->start_index + wait->slice0;
+            lo = mk_find_slice(start, wait->nslice, off + c, d->lane) * v->slice_packets;
+            hi = (mk_find_slice(start, wait->nslice, off + c + end - 1, d->lane) + 1) * v->slice_packets;
         }
-        if (RMS)
-            for (uint32_t i = d->tid; i < k; i += MK_COMPUTE) gain = max(gain, __float_as_uint(__ldg(gamma + i)) & 0x7fffffffu);
-        mk_gain(d, gain);
-        if (plan->x.prologue == MK_PRO_HEADNORM) mk_head_norms(in, mk_small_quot(k, plan->x.norm_group), plan->x.norm_group, plan->x.eps);
+        uint32_t p = (lo & ~(MK_COMPUTE - 1)) + d->tid, top[MK_MAX_ROWS] = {}, gain = 0;
+        float sum[MK_MAX_ROWS] = {};
+        uint4 q[MK_MAX_ROWS] = {};
+        if (p < lo) p += MK_COMPUTE;
+        if (p < hi)
+#pragma unroll
+            for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
+                if (r < nrows) q[r] = mk_packet_load(base + p + r * row_packets);
+        uint32_t next = p < hi ? __ldg(map + p) : 0;
+#pragma unroll 1
+        for (; p < hi; p += MK_COMPUTE) {
+            const uint32_t m = next;
+            const int at = (int)(MK_MAP_FIRST(m) - off - c), count = min((int)MK_MAP_VALUES(m), (int)end - at); /* values [max(0, -at), count) are ours */
+            const bool ahead = p + MK_COMPUTE < hi;
+            float g[VALUES] = {};
+            uint32_t to[VALUES], mask[VALUES], turn = 0x3210;
+            if (ahead) next = __ldg(map + p + MK_COMPUTE);
+#pragma unroll
+            for (int e = 0; e < (int)VALUES; e++) {
+                const bool ours = at + e >= 0 && e < count;
+                to[e] = staged + (ours ? mk_staged_at(at + e, FORM == MK_X_F16) : stride - 64); /* between two rows nobody looks */
+                mask[e] = ours ? 0xffffffffu : 0;
+                if (RMS && ours) g[e] = __ldg(gamma + c + at + e);
+                if (RMS) gain = max(gain, __float_as_uint(g[e]) & 0x7fffffffu);
+            }
+            uint32_t single = 0, last = 0;
+            if constexpr (PAIRS) { /* to[0..2]: three words; to[3], to[4]: value 0 and the last one, where they are alone in their words */
+                const bool odd = at & 1;
+                const uint32_t nowhere = staged + stride - 64;
+                const int l = count - 1;
+#pragma unroll
+                for (int e = 0; e < 3; e++) mask[e] = (mask[2 * e] & 0xffffu) | (mask[2 * e + 1] & 0xffff0000u);
+                const bool first_ours = at >= 0 && count > 0, last_ours = at + l >= 0 && l >= 0;
+                turn = odd ? 0x5432 : 0x3210;
+#pragma unroll
+                for (int e = 0; e < 3; e++) {
+                    const int i = 2 * e + (odd ? 1 : 0);
+                    to[e] = at + i >= 0 && i + 1 < count ? staged + mk_staged_at(at + i, FORM == MK_X_F16) : nowhere;
+                }
+                to[3] = odd && first_ours ? staged + mk_staged_at(at, FORM == MK_X_F16) : nowhere;
+                to[4] = !((at + l) & 1) && last_ours ? staged + mk_staged_at(at + l, FORM == MK_X_F16) : nowhere;
+                single = (uint32_t)l >> 1;
+                last = l & 1 ? 16 : 0;
+            }
+            if (mk_map_used(m)) mk_rows_wait(base + p, row_packets, nrows, p, epoch, q);
+#pragma unroll
+            for (uint32_t r = 0; r < MK_MAX_ROWS; r++) {
+                if (r >= nrows) break;
+                const uint32_t word[3] = {q[r].x, q[r].y, q[r].z}, row = r * stride;
+                if (ahead) q[r] = mk_packet_load(base + p + MK_COMPUTE + r * row_packets); /* on its way while the others are staged */
+                if (heads && look && MK_MAP_TRAILER(m) < 3)
+                    trailer[r * wait->nslice + MK_MAP_SLICE(m) - wait->slice0] = __uint_as_float(MK_MAP_TRAILER(m) == 0 ? word[0] : MK_MAP_TRAILER(m) == 1 ? word[1] : word[2]);
+                if constexpr (PAIRS) {
+                    if (FORM == MK_X_F16)
+#pragma unroll
+                        for (int e = 0; e < 3; e++) top[r] = __vmaxu2(top[r], word[e] & mask[e] & 0x7fff7fffu);
+                    if (!stage) continue;
+                    mk_sts32(to[0] + row, __byte_perm(word[0], word[1], turn));
+                    mk_sts32(to[1] + row, __byte_perm(word[1], word[2], turn));
+                    mk_sts32(to[2] + row, __byte_perm(word[2], 0, turn));
+                    mk_sts16(to[3] + row, word[0]);
+                    mk_sts16(to[4] + row, (single == 0 ? word[0] : single == 1 ? word[1] : word[2]) >> last);
+                } else {
+#pragma unroll
+                    for (uint32_t e = 0; e < VALUES; e++) {
+                        const uint32_t bits = (F32 ? word[e % 3] : e & 1 ? word[e / 2] & 0xffff0000u : word[e / 2] << 16) & mask[e];
+                        float y = __uint_as_float(bits);
+                        if (FORM == MK_X_F16) top[r] = max(top[r], bits & 0x7fffffffu);
+                        if (RMS) {
+                            sum[r] = __fmaf_rn(y, y, sum[r]);
+                            y = __fmul_rn(y, g[e]);
+                        }
+                        if (!stage) continue;
+#pragma unroll
+                        for (uint32_t i = 0; i < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); i++) {
+                            const uint32_t b = mk_bf16_bits(y);
+                            mk_sts16(to[e] + row + i * plane, b);
+                            y -= mk_bf16_value(b);
+                        }
+                    }
+                }
+            }
+        }
+        __syncwarp();
+        if (look) {
+            if (FORM == MK_X_F16) {
+#pragma unroll
+                for (uint32_t r = 0; r < MK_MAX_ROWS; r++) {
+                    const uint32_t high = top[r] & 0xffff0000u, low = top[r] << 16;
+                    if (r < nrows) mk_row_top(d, r, PAIRS ? max(high, low) : top[r]);
+                }
+                mk_gain(d, gain);
+            }
+            if (RMS) { /* each as mk_warp_sum would have it */
+                const float s = mk_warp_eight(sum, d->lane);
+                if ((d->lane & 3) == 0) sh->sumsq[d->memo->parity][d->lane / 4][d->warp] = s;
+            }
+        }
+        if (stage) break;
+        look = false;
     }
-    mk_sync(); /* nobody reads the reduction area any more */
-    const uint32_t from = again ? c0 - c0 % MK_SHORT_ROUND : 0, to = again || !RMS ? c0 + n : k;
+
+    if (d->tid < nrows * (FORM == MK_X_F32 ? MK_PLANES_F32 : 1)) mk_stage_pad(staged + d->tid * stride, n, FORM == MK_X_F16);
+    if (FORM != MK_X_F16 && !heads) return;
+    mk_sync();
+    if (heads && !again) {
+        const uint32_t n_heads = mk_small_quot(k, plan->x.norm_group), per = mk_small_quot(wait->nslice, n_heads);
 #pragma unroll 1
-    for (uint32_t r = 0; r < nrows; r++) {
-        const float scale = FORM == MK_X_F16 ? mk_row_scale(d, r) : 1;
-        float sum = 0;
-        if (FORM == MK_X_F16 && d->tid == 0) sh->scale[d->memo->parity][r] = scale;
+        for (uint32_t i = d->tid; i < nrows * n_heads; i += MK_COMPUTE) {
+            const uint32_t r = mk_small_quot(i, n_heads), h = i - r * n_heads;
+            float s = 0;
 #pragma unroll 1
-        for (uint32_t k0 = from; k0 < to; k0 += MK_SHORT_ROUND) {
-            const uint32_t len = min(MK_SHORT_ROUND, k - k0), i = k0 + 4 * ((d->tid - k0 / 4) % MK_COMPUTE);
-#pragma unroll 1
-            for (uint32_t p = d->tid; p < packets; p += MK_COMPUTE) {
-                const uint32_t m = __ldg(map + p), at = MK_MAP_FIRST(m) - off - k0;
-                if ((int)at < (int)len && (int)(at + MK_MAP_VALUES(m)) > 0)
-                    mk_packet_order<F32>(mk_packet_load(base + (size_t)r * row_packets + p), m, off + k0, len, ordered);
-            }
-            mk_sync();
-            if (i - k0 < MK_SHORT_ROUND && i < ((k + 63) & ~63u)) {
-                const bool wanted = i >= c0 && i < c0 + ((n + 63) & ~63u);
-                float g[4] = {0, 0, 0, 0};
-                if (RMS)
-#pragma unroll
-                    for (uint32_t e = 0; e < 4; e++) g[e] = __ldg(gamma + min(i + e, k - 1));
-                /* the staged row begins with value c0, a multiple of 64 */
-                mk_stage_four<F32, FORM, RMS>(ordered + (i - k0) * (F32 ? 4 : 2), i, k, g, scale, wanted ? staged + r * stride - 2 * c0 : MK_NOWHERE, nrows * stride, &sum);
-            }
-            mk_sync();
+            for (uint32_t t = 0; t < per; t++) s += trailer[r * wait->nslice + h * per + t];
+            sh->head_rstd[r][h] = mk_rsqrtf(mk_div(s, (float)plan->x.norm_group) + plan->x.eps);
         }
-        if (RMS && !again) mk_row_squares(d, r, sum);
+    }
+    if (FORM == MK_X_F16) {
+        const uint32_t ways = nrows > 4 ? 1 : nrows > 2 ? 2 : nrows > 1 ? 4 : 8, r = d->warp / ways, part = d->warp & (ways - 1); /* warps of a row */
+        if (r >= nrows) return;
+        const float scale = mk_row_scale(d, r);
+        if (part == 0 && d->lane == 0) sh->scale[d->memo->parity][r] = scale;
+#pragma unroll 2
+        for (uint32_t i = part * 32 + d->lane; i < (n + 63) / 64 * 8; i += ways * 32) {
+            const uint32_t at = staged + r * stride + i * 16;
+            const uint4 b = mk_lds128(at);
+            mk_sts64(at, mk_f16_scaled(b.x, scale), mk_f16_scaled(b.y, scale));
+            mk_sts64(at + 8, mk_f16_scaled(b.z, scale), mk_f16_scaled(b.w, scale));
+        }
     }
 }
 
@@ -469,9 +551,9 @@ template <bool F32, uint32_t FORM> MK_DEV void mk_gather_of(const mk_insn *in, b
 {
     const bool rms = mk_fed_of(in)->plan.x.prologue == MK_PRO_RMS;
     if (brief)
-        rms ? mk_gather_whole<F32, FORM, true>(in) : mk_gather_whole<F32, FORM, false>(in);
+        rms ? mk_gather_one<F32, FORM, true>(in) : mk_gather_one<F32, FORM, false>(in);
     else
-        rms ? mk_gather_chunk<F32, FORM, true>(in, c0, n, again) : mk_gather_chunk<F32, FORM, false>(in, c0, n, again);
+        rms ? mk_gather_rows<F32, FORM, true>(in, c0, n, again) : mk_gather_rows<F32, FORM, false>(in, c0, n, again);
 }
 MK_DEV void mk_gather(const mk_insn *in, bool brief, uint32_t c0, uint32_t n, bool again)
 {
@@ -794,8 +876,9 @@ MK_DEV uint32_t mk_static_next(const mk_insn *in, uint32_t chunk)
 /* Where a thread's sums wait between two chunks. */
 MK_DEV float4 *mk_sums_at(const mk_dev *d)
 {
-    return (float4 *)((uint8_t *)d->sh->red + MK_SHORT_ROUND * 4) + MK_TILES * d->tid;
+    return (float4 *)d->sh->red + MK_TILES * d->tid;
 }
+static_assert(MK_COMPUTE * MK_TILES * 16 <= MK_RED_FLOATS * 4, "the sums of a product fit");
 
 /* Whether that was a static segment's last chunk; if so, how and where its result lies (after the next barrier), and the halves change. */
 MK_DEV bool mk_static_done(const mk_dev *d, uint32_t *form, uint32_t *base)

@@ -126,7 +126,7 @@ typedef struct mk_plan {
     mk_input x;               /* GEMV, LM_HEAD, EXPERT_UP */
     uint32_t key;             /* the same for inputs that are staged alike; 0: none */
     uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row */
-    uint32_t scratch;         /* bytes that one row's values take in order, with the trailers; 0: the vector is not for mk_gather_whole */
+    uint32_t scratch;         /* bytes that one row's values take in order, with the trailers; 0: the vector is not for mk_gather_one */
     uint32_t head_shift;      /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
     float inv_k;              /* 1 / x.k */
     uint32_t f32;             /* packets carry f32 */
@@ -317,7 +317,7 @@ MK_BOTH uint32_t mk_staged_bytes(uint32_t k, uint32_t form)
 {
     return mk_row_stride(k) * (form == MK_X_F32 ? MK_PLANES_F32 : 1);
 }
-/* What mk_gather_whole takes: packets of a thread, groups of four values of a thread. */
+/* What one row takes: packets of a thread, groups of four values of a thread. */
 #define MK_PACKETS 4u
 #define MK_FOURS   3u
 static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 64) <= MK_STAGING, "three planes of a chunk fit the staging area");
@@ -664,6 +664,21 @@ MK_DEV float mk_warp_sum(float v)
 #pragma unroll
     for (int m = 16; m; m >>= 1) v += __shfl_xor_sync(0xffffffffu, v, m);
     return v;
+}
+
+/* Eight sums over the warp in nine exchanges: lanes 4 i to 4 i + 3 have sum i at the end. The order of each is that of mk_warp_sum. */
+MK_DEV float mk_warp_eight(const float *v, uint32_t lane)
+{
+    const bool b16 = lane & 16, b8 = lane & 8, b4 = lane & 4;
+    float a[4], b[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = (b16 ? v[i + 4] : v[i]) + __shfl_xor_sync(0xffffffffu, b16 ? v[i] : v[i + 4], 16);
+#pragma unroll
+    for (int i = 0; i < 2; i++) b[i] = (b8 ? a[i + 2] : a[i]) + __shfl_xor_sync(0xffffffffu, b8 ? a[i] : a[i + 2], 8);
+    float s = (b4 ? b[1] : b[0]) + __shfl_xor_sync(0xffffffffu, b4 ? b[0] : b[1], 4);
+#pragma unroll
+    for (int w = 2; w; w >>= 1) s += __shfl_xor_sync(0xffffffffu, s, w);
+    return s;
 }
 
 /* ---- reading and publishing packet vectors -------------------------------------------------------------------------- */

@@ -362,6 +362,8 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
         for (uint32_t n = p.x.norm_group / mk_kblock_values(wtype); n; n /= 2) p.head_shift = p.head_shift == MK_NO_NORM ? 0 : p.head_shift + 1;
     }
     const uint32_t values = vec->dtype == MK_F32 ? 4 : 2, trailers = p.x.prologue == MK_PRO_HEADNORM ? 4u * in->wait[0].nslice : 0;
+    if (p.x.prologue == MK_PRO_HEADNORM && in->wait[0].nslice > MK_RED_FLOATS / MK_MAX_ROWS)
+        return mk_fail(err, MK_E_CAPACITY, "vector %s: norms of heads out of %u slices, at most %u", vec->name, in->wait[0].nslice, MK_RED_FLOATS / MK_MAX_ROWS);
     p.f32 = vec->dtype == MK_F32;
     p.packets = in->wait[0].nslice * vec->slice_packets;
     p.map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * vec->slice_packets;
