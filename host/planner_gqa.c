@@ -73,7 +73,7 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
         mk_insn *in = mk_emit(b, w, MK_OP_GQA_PARTIAL, layer);
         in->gqa = qg;
         in->gqa.part = w;
-        mk_wait_values(b, in, R->gqa_qkv, qkv_pub, 0, a->q.n);
+        mk_wait_all(b, in, R->gqa_qkv, qkv_pub); /* the newest key and value, too: attention.cuh takes them from here in a step of one row */
         mk_wait_all(b, in, R->gqa_cache, cache_pub);
         mk_signal(in, R->gqa_part, part_pub, 0);
     }

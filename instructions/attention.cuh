@@ -85,10 +85,10 @@ MK_DEV void mk_att_put(uint8_t *q, const mk_att_queries *x, uint32_t h, uint32_t
     if (c >= 32 * x->fine) *(uint32_t *)(!x->two ? mk_att_at(q, h + 8, c) : mk_att_at(q + mk_att_plane_bytes((x->nk + 31) / 32), h, c - 32 * x->fine)) = lo;
 }
 
-/* Values [first, first + n) of one row of wait k as f32 into shared memory, by thread `at` of `threads` (whole warps). It waits without a call: the registers hold a page. */
-MK_DEV void mk_read_together(const mk_dev *d, uint32_t k, uint32_t row, uint32_t first, uint32_t n, float *dst, uint32_t at, uint32_t threads)
+/* Values [first, first + n) of one row of wait w (k to those who ask what is waited for) as f32 into shared memory, by thread `at` of `threads` (whole warps). It waits
+ * without a call: the registers hold a page. */
+MK_DEV void mk_read_of(const mk_dev *d, const mk_wait *w, uint32_t k, uint32_t row, uint32_t first, uint32_t n, float *dst, uint32_t at, uint32_t threads)
 {
-    const mk_wait *w = &d->in->wait[k];
     const mk_vec *v = &d->sh->vec[w->vec];
     const uint16_t *start = d->sh->start + v->start_index + w->slice0;
     const uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
@@ -133,6 +133,10 @@ MK_DEV void mk_read_together(const mk_dev *d, uint32_t k, uint32_t row, uint32_t
         }
     }
     __syncwarp();
+}
+MK_DEV void mk_read_together(const mk_dev *d, uint32_t k, uint32_t row, uint32_t first, uint32_t n, float *dst, uint32_t at, uint32_t threads)
+{
+    mk_read_of(d, &d->in->wait[k], k, row, first, n, dst, at, threads);
 }
 
 /* Where the keys of a page lie. */
@@ -287,9 +291,31 @@ MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const volatile
         mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, at + min((2 * w->pair + j) * 8 + (w->lane >> 2), tokens - 1) * x->bytes, has);
 }
 
+/* The newest token's key and value (MLA: its cache row) in bf16. A step of one row takes them from the packets, so that it need not wait for the cache. */
+MK_DEV uint8_t *mk_att_fresh(mk_shared *sh)
+{
+    static_assert(sizeof sh->head_rstd >= 4 * MK_ATT_VALUES && sizeof sh->head_rstd >= 2 * 640, "a key and a value, a row");
+    return (uint8_t *)sh->head_rstd;
+}
+/* It stands in for every token of the page from number `fresh` on: what lies in the cache there may be anything, a NaN as well. */
+template <bool MLA> MK_DEV void mk_att_refresh(mk_shared *sh, mk_att_regs *m, const volatile mk_att *x, uint32_t fresh)
+{
+    const uint32_t nv = x->nv;
+    const mk_att_share w = mk_att_deal(MLA, nv);
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++) {
+        const uint32_t c = (MLA ? w.block + i : w.block) * 32 + 8 * (w.lane & 3);
+        if (c >= nv || (MLA && i && nv <= 32 * MK_WARPS)) continue;
+        const uint4 y = *(const uint4 *)(mk_att_fresh(sh) + (MLA ? c : i * nv + c) * 2);
+#pragma unroll
+        for (uint32_t j = 0; j < 8; j++)
+            if (j < w.tiles && (w.tile0 + j) * 8 + (w.lane >> 2) >= fresh) m->r[i][j] = y;
+    }
+}
+
 /* The item and its queries stand in shared memory, its first page in registers. NH: heads by eight. What the item says is read where it is needed: what does not fit the
- * registers would come from L2. */
-template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
+ * registers would come from L2. fresh: token of the last page from which on mk_att_fresh holds; MK_PAGE: none. */
+template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m, uint32_t fresh)
 {
     constexpr uint32_t H = 8 * NH, NB = MLA ? 2 : 1; /* blocks of values */
     mk_att_shared *s = mk_att_sh(sh);
@@ -306,6 +332,8 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
     for (uint32_t number = 0;; number++) {
         { /* scores */
             const uint32_t nk = x->nk, fine = x->fine, blocks = (nk + 31) / 32, left = x->end - x->first - number * MK_PAGE, bytes = x->bytes;
+            const bool refresh = fresh < MK_PAGE && left <= MK_PAGE;
+            if (refresh) mk_att_refresh<MLA>(sh, m, x, fresh);
             const mk_att_share w = mk_att_deal(MLA, x->nv);
             const uint32_t tokens = min(left, (uint32_t)MK_PAGE), next_tokens = min(left - tokens, (uint32_t)MK_PAGE), g = w.lane >> 2, l = w.lane & 3;
             const uint8_t *q = sh->staging + w.lane * 16, *qf = q + mk_att_plane_bytes(blocks) - mk_att_plane_bytes(fine); /* the second plane, had block 0 one */
@@ -350,6 +378,12 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                     } else if (NH == 1) {
                         asm volatile("cp.async.wait_all;" ::: "memory");
                         rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
+                    }
+                    if (refresh && b * 32 + 8 * l < nk) {
+                        const uint4 y = *(const uint4 *)(mk_att_fresh(sh) + (b * 32 + 8 * l) * 2);
+#pragma unroll
+                        for (uint32_t j = 0; j < 2; j++)
+                            if ((2 * w.pair + j) * 8 + g >= fresh) rest[j] = y;
                     }
 #pragma unroll
                     for (uint32_t n = 0; n < NH; n++) {
@@ -532,6 +566,27 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_att_begin(const mk_dev *d, const
     if (d->tid < n) s->page[d->tid] = id;
     if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
     if (d->tid == 0) s->item = *x;
+    if (n > 1) mk_att_prefetch(mk_att_page(d->a, x->key_off, id1), x->span);
+    mk_trace_bytes(d, (x->end - x->first) * (x->span / MK_PAGE));
+}
+
+/* The same in a step of one row: the cache is not waited for. What is in it of earlier steps was written before the signal of the partials of its own step, which this
+ * step's descriptor is a consequence of; loads bypass L1. id0: of the first page. */
+template <bool MLA, uint32_t NH> MK_DEV void mk_att_begin_one(const mk_dev *d, const mk_att *x, const mk_att_share *w, uint32_t id0, mk_att_regs *m)
+{
+    mk_att_shared *s = mk_att_sh(d->sh);
+    const uint32_t *page = x->pages + x->first / MK_PAGE, n = (x->end - x->first + MK_PAGE - 1) / MK_PAGE;
+    mk_att_load<MLA>(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
+    uint32_t id = id0, id1 = id0;
+    if (n > 1) {
+        id1 = __ldcg(page + 1);
+        if (d->tid < n) id = __ldcg(page + d->tid);
+    }
+    mk_sync();
+    if (MLA && NH == 1) mk_att_fetch_rest(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
+    if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
+    if (d->tid == 0) s->item = *x;
+    if (d->tid < n) s->page[d->tid] = id;
     if (n > 1) mk_att_prefetch(mk_att_page(d->a, x->key_off, id1), x->span);
     mk_trace_bytes(d, (x->end - x->first) * (x->span / MK_PAGE));
 }

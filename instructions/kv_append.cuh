@@ -31,9 +31,21 @@ MK_DEV void mk_param_there(void)
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-MK_CALL void mk_kv_append_run(const mk_insn *in)
+/* Of a latent in shared memory, by every warp that needs it. */
+MK_DEV float mk_latent_rstd(const float *x, uint32_t latent, float eps, uint32_t lane)
 {
     constexpr uint32_t PAIRS = 10; /* a lane's, of a row of up to 640 values */
+    float sum = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < PAIRS; k++) {
+        const float2 v = lane + 32 * k < latent / 2 ? ((const float2 *)x)[lane + 32 * k] : make_float2(0, 0);
+        sum = __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum));
+    }
+    return mk_rsqrtf(mk_div(mk_warp_sum(sum), (float)latent) + eps);
+}
+
+MK_CALL void mk_kv_append_run(const mk_insn *in)
+{
     const mk_dev here = mk_here(in), *d = &here;
     const mk_mla *m = &d->in->mla;
     const uint32_t latent = m->latent, n = latent + m->rope, warps = mk_warps_a_row(d->step->nrows), r = d->warp / warps, k0 = d->warp % warps, lane = d->lane;
@@ -50,13 +62,7 @@ MK_CALL void mk_kv_append_run(const mk_insn *in)
     mk_sync();
     mk_trace_input(d);
     if (dst) { /* every warp of the row has the whole sum */
-        float sum = 0;
-#pragma unroll
-        for (uint32_t k = 0; k < PAIRS; k++) {
-            const float2 v = lane + 32 * k < latent / 2 ? ((const float2 *)x)[lane + 32 * k] : make_float2(0, 0);
-            sum = __fmaf_rn(v.y, v.y, __fmaf_rn(v.x, v.x, sum));
-        }
-        const float rstd = mk_rsqrtf(mk_div(mk_warp_sum(sum), (float)latent) + m->eps);
+        const float rstd = mk_latent_rstd(x, latent, m->eps, lane);
 #pragma unroll 1
         for (uint32_t i = k0 * 32 + lane; i < latent / 2; i += warps * 32) {
             const float2 v = ((const float2 *)x)[i];

@@ -131,9 +131,88 @@ template <uint32_t NH> MK_CALL void mk_mla_items(const mk_insn *in)
             mk_mla_latents(d, m, r, h0, heads);
             mk_sync();
             mk_trace_input(d);
-            mk_attend<true, NH>(d->sh, &regs);
+            mk_attend<true, NH>(d->sh, &regs, MK_PAGE);
         }
     }
+}
+
+/* The newest cache row out of its packets, as KV_APPEND makes it; into the cache, too, by one of those who need it. */
+MK_DEV void mk_mla_newest(const mk_dev *d, const mk_mla *m, const mk_newest *newest, bool writes)
+{
+    const mk_att_queries of = {(uint32_t)m->latent + m->rope, m->latent / 32u, 0};
+    const uint32_t latent = m->latent, pos = d->step->row[0].pos;
+    const float *param = d->a->param + newest->param_off;
+    float *x = (float *)(d->sh->staging + mk_att_query_bytes(of.nk, of.fine)) + MK_WARPS * 128; /* behind what mk_mla_positional uses */
+    uint32_t *fresh = (uint32_t *)mk_att_fresh(d->sh), *dst = fresh;
+    static_assert(MK_ATT_LATENT / 2 <= MK_COMPUTE && 64 <= MK_COMPUTE, "a pair a thread");
+    const bool has = d->tid < latent / 2, turns = d->tid >= MK_COMPUTE - 64 && d->tid - (MK_COMPUTE - 64) < m->rope / 2;
+    const uint32_t i = d->tid - (MK_COMPUTE - 64); /* pair to be turned */
+    const float g0 = has ? __ldg(param + 2 * d->tid) : 0.0f, g1 = has ? __ldg(param + 2 * d->tid + 1) : 0.0f, freq = turns && m->rotary ? __ldg(param + latent + i) : 0.0f;
+    if (writes) dst = (uint32_t *)mk_kv_at(d, m->kv_off, d->step->row[0].slot, pos, (latent + m->rope) * 2);
+    mk_read_of(d, &newest->wait, 2, 0, newest->k_off, latent + m->rope, x, d->tid, MK_COMPUTE);
+    mk_sync();
+    const float rstd = mk_latent_rstd(x, latent, newest->eps, d->lane);
+    if (has) {
+        const float2 v = ((const float2 *)x)[d->tid];
+        fresh[d->tid] = dst[d->tid] = mk_pack_bf16(__fmul_rn(__fmul_rn(v.x, rstd), g0), __fmul_rn(__fmul_rn(v.y, rstd), g1));
+    }
+    if (turns) {
+        float a = x[latent + 2 * i], b = x[latent + 2 * i + 1];
+        if (m->rotary) mk_rotate_pair(&a, &b, freq, pos);
+        fresh[latent / 2 + i] = dst[latent / 2 + i] = mk_pack_bf16(a, b);
+    }
+}
+
+/* A step of one row (mk_newest): the cache is not waited for, as in gqa_partial.cuh. That publication e + 2 of the newest row's packets comes after this has read them,
+ * although it is no wait of the instruction, follows from COMBINE, which waits for all partials of its layer. Bits as above. */
+template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_mla *m = &d->in->mla;
+    const uint32_t n = m->latent + m->rope, floats = mk_partial_floats(m->latent), per = f->place.per, items = f->place.items, pos = d->step->row[0].pos;
+    const uint32_t group = mk_head_group(pos);
+    const mk_att_share w = mk_att_deal(true, m->latent);
+    const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
+    uint32_t number = 0;
+#pragma unroll 1
+    for (uint32_t i = m->part; i < items; i += m->parts, number++) {
+        const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
+        mk_att_regs regs;
+        mk_att x;
+        x.pages = d->a->page + (size_t)d->step->row[0].slot * d->a->max_pages;
+        x.key_off = m->kv_off;
+        x.value_off = 0;
+        x.bytes = n * 2;
+        x.span = n * 2 * MK_PAGE;
+        x.nk = n;
+        x.nv = m->latent;
+        x.fine = m->latent / 32;
+        x.heads = heads;
+        x.first = split * per * MK_PAGE;
+        x.end = pos < x.first + per * MK_PAGE ? pos + 1 : x.first + per * MK_PAGE;
+        x.scale = m->scale;
+        x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + ((size_t)split * m->all_heads + h0) * floats;
+        mk_att_begin_one<true, NH>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages + x.first / MK_PAGE), &regs);
+        const bool last = x.end == pos + 1;
+        if (last) mk_mla_newest(d, m, &f->plan.newest, h0 == 0);
+#pragma unroll 1
+        for (uint32_t h = d->warp; h < heads; h += MK_WARPS) mk_mla_positional(d, m, 0, h0, h, NH > 1);
+        mk_mla_latents(d, m, 0, h0, heads);
+        mk_sync();
+        if (!number) mk_trace_input(d);
+        mk_attend<true, NH>(d->sh, &regs, last ? pos % MK_PAGE : MK_PAGE);
+    }
+}
+MK_DEV void mk_mla_one_run(const mk_insn *in)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    mk_staged_drop(d);
+    if (mk_mla_eights(&in->mla, &d->step->row[0]) == 1)
+        mk_mla_one<1>(in);
+    else
+        mk_mla_one<2>(in);
+    mk_bulk_signal(d, in->signal_vec);
 }
 
 MK_DEV void mk_mla_partial_run(const mk_insn *in)

@@ -120,17 +120,27 @@ typedef struct mk_input {
     uint32_t form; /* matvec.cuh */
     float eps;
 } mk_input;
+/* Attention of one row: where the newest keys and values are, which it takes from the packets (attention.cuh). */
+typedef struct mk_newest {
+    mk_wait wait;          /* MLA: KV_APPEND's; GQA has them in its own wait 0 */
+    uint32_t k_off, v_off; /* as in the instruction that appends them; MLA: in_off and nothing */
+    uint32_t param_off;    /* its, too */
+    float eps;
+} mk_newest;
 /* What follows from an instruction of the matrix opcodes alone, worked out by the host: all that compute warps do is on the way of the token. */
 typedef struct mk_plan {
     alignas(16) mk_tile tile; /* GEMV, LM_HEAD; EXPERT_DOWN: an expert's, nst is even */
-    mk_input x;               /* GEMV, LM_HEAD, EXPERT_UP */
+    union {
+        mk_input x;           /* GEMV, LM_HEAD, EXPERT_UP */
+        mk_newest newest;     /* MLA_PARTIAL, GQA_PARTIAL */
+    };
     uint32_t key;             /* the same for inputs that are staged alike; 0: none */
     uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row */
     uint32_t scratch;         /* bytes that one row's values take in order, with the trailers; 0: the vector is not for mk_gather_one */
     uint32_t head_shift;      /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
     float inv_k;              /* 1 / x.k */
     uint32_t f32;             /* packets carry f32 */
-    uint32_t one;             /* MK_ONE: one row is for gemv_one.cuh; 0: it is not */
+    uint32_t one;             /* what runs in a step of one row: MK_ONE, MK_ONE_*; 0: the opcode */
     uint32_t end;             /* MK_END_*; the gate's word in its packet << 8 */
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
     uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
@@ -139,6 +149,8 @@ static_assert(sizeof(mk_plan) == 112, "seven 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32 };
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, rms) (0x40u | (f32) | (form) << 1 | (rms) << 3)
+enum { MK_ONE_COUNT = 0x60, /* nothing but its increment: GQA_APPEND, KV_APPEND whose row the partials write */
+       MK_ONE_GQA = 0x61, MK_ONE_MLA = 0x62 };
 #define MK_NO_NORM 15u
 
 /* What follows from an instruction and a step, by the controller: row 0 of waits 0-2 and of the signal (PACKET vectors), and their epochs. */
@@ -146,7 +158,8 @@ typedef struct mk_places {
     alignas(16) const uint4 *in[3];
     uint4 *out;
     uint32_t epoch[3], out_epoch;
-    uint32_t run, pad[3]; /* what the compute warps are to run: opcode, or MK_ONE */
+    uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_* */
+    uint32_t per, items, page[2], pad[3]; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row, first pages of the worker's first two items */
 } mk_places;
 /* An instruction as the controller feeds it. */
 typedef struct mk_fed {
@@ -242,7 +255,7 @@ typedef struct mk_shared {
     uint32_t top[2][MK_MAX_ROWS][MK_WARPS];  /* bits of its largest magnitude */
     uint32_t gain[2][MK_WARPS];              /* bits of the largest factor that a value may still meet; 0: none */
     float scale[2][MK_MAX_ROWS];             /* what it was multiplied by */
-    float head_rstd[MK_MAX_ROWS][MK_MAX_NORM_HEADS];
+    alignas(16) float head_rstd[MK_MAX_ROWS][MK_MAX_NORM_HEADS];
     alignas(16) mk_vec vec[MK_MAX_VEC];
     uint16_t start[MK_MAX_START];
     mk_fed fed[MK_INSN_RING];

@@ -396,6 +396,56 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
     return MK_OK;
 }
 
+/* In a step of one row the partials make the newest keys and values themselves, and those who append them only count: where both are in one program, and fit. */
+static int attention_plans(const mk_program *p, const mk_insn *insn, uint32_t n, mk_plan *plan, mk_err *err)
+{
+    typedef struct writer {
+        uint32_t n, insn, parts, told; /* who append, one of them; partials that could read what they append from the packets, that do */
+    } writer;
+    writer *all = (writer *)calloc((size_t)p->info.n_vec * MK_EPOCH_STRIDE, sizeof *all);
+    if (!all) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *in = &insn[k];
+        if ((in->opcode != MK_OP_GQA_APPEND && in->opcode != MK_OP_KV_APPEND) || in->signal_pub >= MK_EPOCH_STRIDE) continue;
+        writer *w = &all[(size_t)in->signal_vec * MK_EPOCH_STRIDE + in->signal_pub];
+        w->n++;
+        w->insn = k;
+    }
+    for (uint32_t pass = 0; pass < 2; pass++) /* count the partials, then tell them: all or none, for each item must be somebody's */
+        for (uint32_t k = 0; k < n; k++) {
+            const mk_insn *in = &insn[k];
+            const int mla = in->opcode == MK_OP_MLA_PARTIAL;
+            if (!mla && in->opcode != MK_OP_GQA_PARTIAL) continue;
+            const mk_wait *cache = &in->wait[mla ? 2 : 1];
+            if (cache->pub >= MK_EPOCH_STRIDE) continue;
+            writer *w = &all[(size_t)cache->vec * MK_EPOCH_STRIDE + cache->pub];
+            const mk_insn *app = &insn[w->insn];
+            if (w->n != p->vec[cache->vec].signals) continue;
+            if (!mla && (in->wait[0].vec != app->wait[0].vec || in->wait[0].pub != app->wait[0].pub || in->wait[0].nslice != p->vec[in->wait[0].vec].nslice)) continue;
+            if (!pass) {
+                w->parts++;
+                continue;
+            }
+            if (w->parts != (mla ? in->mla.parts : in->gqa.parts)) continue;
+            mk_newest *x = &plan[k].newest;
+            x->wait = app->wait[0];
+            x->k_off = mla ? app->mla.in_off : app->gqa.k_off;
+            x->v_off = mla ? 0 : app->gqa.v_off;
+            x->param_off = mla ? app->mla.param_off : app->gqa.param_off;
+            x->eps = mla ? app->mla.eps : app->gqa.eps;
+            plan[k].one = mla ? MK_ONE_MLA : MK_ONE_GQA;
+            w->told++;
+        }
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *in = &insn[k];
+        if ((in->opcode != MK_OP_GQA_APPEND && in->opcode != MK_OP_KV_APPEND) || in->signal_pub >= MK_EPOCH_STRIDE) continue;
+        const writer *w = &all[(size_t)in->signal_vec * MK_EPOCH_STRIDE + in->signal_pub];
+        if (w->n == p->vec[in->signal_vec].signals && w->parts && w->parts == w->told) plan[k].one = MK_ONE_COUNT;
+    }
+    free(all);
+    return MK_OK;
+}
+
 /* Instructions and queues, the static tapes as the loaders see them, and the instructions that the expert loaders walk. */
 static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, uint32_t sets, mk_gpu_args *a, mk_err *err)
 {
@@ -440,6 +490,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
         first[w + 1] = n_seg;
         efirst[w + 1] = n_expert;
     }
+    if (!rc) rc = attention_plans(p, insn, n_insn, plan, err);
     int ok = !rc && (a->insn = (mk_insn *)uploaded(g, "program", insn, (uint64_t)n_insn * sizeof *insn, err)) &&
              (a->plan = (mk_plan *)uploaded(g, "plans", plan, (uint64_t)n_insn * sizeof *plan, err)) &&
              (a->queue = (uint32_t *)uploaded(g, "queues", queue, 4ull * (W + 1), err)) &&

@@ -114,6 +114,9 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_ROUTE: mk_route_is_one(in) ? call_mk_route_one_run(in) : call_mk_route_run(in); break;
         case MK_OP_SAMPLE: mk_sample_is_greedy() ? call_mk_sample_greedy_run(in) : call_mk_sample_run(in); break;
         case MK_OP_SCHEDULE: call_mk_schedule_run(in); break;
+        case MK_ONE_GQA: mk_gqa_one_run(in); break;
+        case MK_ONE_MLA: mk_mla_one_run(in); break;
+        case MK_ONE_COUNT: mk_count_run(in); break;
         case MK_OP_LEAVE: mk_phase_carry(a, true); return;
         default: mk_gemv_one_run(in, what); break;
         }
@@ -223,6 +226,32 @@ MK_DEV void address(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32
 }
 static_assert(offsetof(mk_places, out_epoch) == offsetof(mk_places, epoch) + 12, "the signal's epoch follows the waits'");
 
+/* Attention in a step of one row: its items and where the first two are, whose first pages are on their way to L2 before the queries are made. All lanes. */
+MK_DEV void attention_ahead(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32_t lane)
+{
+    const mk_row *row = &sh->step.row[0];
+    const bool mla = f->in.opcode == MK_OP_MLA_PARTIAL;
+    const mk_mla *m = &f->in.mla;
+    const mk_gqa *g = &f->in.gqa;
+    const uint32_t per = mk_split_pages(row->pos), group = mk_head_group(row->pos), n = mla ? (m->heads + group - 1) / group : g->kv_heads;
+    const uint32_t items = (row->pos / (MK_PAGE * per) + 1) * n, part = mla ? m->part : g->part, i = part + (lane & 1) * (mla ? m->parts : g->parts);
+    const uint32_t split = i / n, id = i < items ? __ldcg(a->page + (size_t)row->slot * a->max_pages + split * per) : 0;
+    if (lane == 0) {
+        f->place.per = per;
+        f->place.items = items;
+    }
+    if (lane < 2) f->place.page[lane] = id;
+#pragma unroll 1
+    for (uint32_t k = 0; k < 2; k++) {
+        const uint32_t at = __shfl_sync(0xffffffffu, i, k), share = mla ? at % n : 0, of = mla ? n : 1; /* groups of heads share a page: each asks for a part of it */
+        if (at >= items) break;
+        const uint32_t bytes = mla ? (m->latent + m->rope) * 2u * MK_PAGE : 4u * MK_PAGE * g->dim;
+        const uint8_t *page = a->kv + (mla ? m->kv_off : g->kv_off + 2 * mk_gqa_at(g->dim, at % n, 0, 0)) + __shfl_sync(0xffffffffu, id, k) * a->kv_page_bytes;
+#pragma unroll 1
+        for (uint32_t b = (lane * of + share) * 128; b < bytes; b += 32 * of * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(page + b));
+    }
+}
+
 MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->queue[worker], end = a->queue[worker + 1];
@@ -252,6 +281,10 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             __syncwarp();
             address(a, sh, &sh->fed[slot], lane);
             __syncwarp();
+            if ((sh->fed[slot].place.run | 3) == 0x63 && sh->fed[slot].place.run != MK_ONE_COUNT) {
+                attention_ahead(a, sh, &sh->fed[slot], lane);
+                __syncwarp();
+            }
             if (lane == 0) mk_store_relaxed(a->position + worker, i - first);
             if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
         }
