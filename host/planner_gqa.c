@@ -6,12 +6,19 @@
 
 #include <stdlib.h>
 
+uint32_t mk_combine_slices(uint32_t heads, uint32_t width, uint32_t workers)
+{
+    uint32_t s = 1;
+    while (heads * 2 * s <= workers && width % (2 * s) == 0 && width / (2 * s) >= 16) s *= 2;
+    return s;
+}
+
 void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
 {
     const mk_layer *L = &b->m->layer[layer];
     const mk_gqa_mixer *a = &L->gqa;
     uint32_t W = b->cfg->workers, heads = a->heads, dim = a->dim, *cut = R->cut[0];
-    uint32_t cs = mk_item_slices(heads, dim, W), items = heads * cs, cw = dim / cs;
+    uint32_t cs = mk_combine_slices(heads, dim, W), items = heads * cs, cw = dim / cs;
     if (R->have_gqa && !mk_same_shape(b, "attention", layer,
                                       R->gqa->heads == heads && R->gqa->kv_heads == a->kv_heads && R->gqa->dim == dim &&
                                           R->gqa->rope == a->rope && R->gqa->gated == a->gated))

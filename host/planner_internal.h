@@ -89,6 +89,8 @@ void mk_phase_end(mk_builder *b, const char *name, uint32_t layer, const char *r
 
 /* Smallest power of two `s` that divides `width` into pieces of >= 16 with items * s >= 0.9 workers (1 if items already suffice). */
 uint32_t mk_item_slices(uint32_t items, uint32_t width, uint32_t workers);
+/* COMBINE's slices of a head's channels: no worker has two items, if there are so many. */
+uint32_t mk_combine_slices(uint32_t heads, uint32_t width, uint32_t workers);
 
 /* ---- layers ---------------------------------------------------------------------------------------------------------- */
 

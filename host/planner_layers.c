@@ -48,12 +48,29 @@ static struct pieces pieces_of(mk_builder *b, const mk_part *part, const uint32_
 
 /* ---- latent attention ----------------------------------------------------------------------------------------------- */
 
+/* Rows of matrices of equal height, a head each, whose inputs differ: a worker has rows of one head, because a second instruction, with an input of its own, costs more
+ * than the evenest cut saves. More heads than workers: as evenly as it goes. */
+static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint32_t *cut)
+{
+    uint32_t W = b->cfg->workers, rows = part->rows;
+    if (heads > W) {
+        const mk_part *g[1] = {part};
+        mk_split(b, g, &heads, 1, cut);
+        return;
+    }
+    for (uint32_t h = 0; h < heads; h++) {
+        uint32_t first = mk_start(h, W, heads), n = mk_start(h + 1, W, heads) - first;
+        for (uint32_t k = 0; k < n; k++) cut[first + k] = h * rows + mk_start(k, rows, n);
+    }
+    cut[W] = heads * rows;
+}
+
 static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
 {
     const mk_layer *L = &b->m->layer[layer];
     const mk_mla_mixer *a = &L->mla;
     uint32_t W = b->cfg->workers, heads = a->heads, two_step = a->q_a.source != MK_SRC_NONE;
-    uint32_t cs = mk_item_slices(heads, a->latent, W), items = heads * cs, cw = a->latent / cs;
+    uint32_t cs = mk_combine_slices(heads, a->latent, W), items = heads * cs, cw = a->latent / cs;
     if (R->have_mla && !mk_same_shape(b, "MLA", layer,
                                    R->mla->heads == heads && R->mla->latent == a->latent && R->mla->rope == a->rope &&
                                        R->mla->nope == a->nope && R->mla->v == a->v && R->mla->q_a.n == a->q_a.n))
@@ -77,12 +94,13 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
         kv[1].rows = a->rope;
         kv[1].scale = a->rope_scale;
     }
-    const mk_part *g1[2] = {kv, &qa}, *gq[1] = {&q}, *gk[1] = {uk}, *gv[1] = {uv};
-    uint32_t n1[2] = {n_kv, 1}, nh[1] = {heads}, one[1] = {1};
+    const mk_part *g1[2] = {kv, &qa}, *gq[1] = {&q};
+    uint32_t n1[2] = {n_kv, 1}, one[1] = {1};
+    const char *by_heads = heads <= W ? "each worker has rows of one head: ceil(rows / floor(workers / heads)) over the mean" : NULL;
     mk_split(b, g1, n1, 2, cut);
     mk_split(b, gq, one, 1, cut_q);
-    mk_split(b, gk, nh, 1, cut_k);
-    mk_split(b, gv, nh, 1, cut_v);
+    split_heads(b, uk, heads, cut_k);
+    split_heads(b, uv, heads, cut_v);
     if (!R->have_mla) {
         R->have_mla = 1;
         R->mla = a;
@@ -134,7 +152,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     mk_signal(in, R->kvc, kvc_pub, 0);
     mk_gemv_spec k = {.in_vec = R->q, .in_pub = q_pub, .out_vec = R->qt, .out_pub = qt_pub};
     mk_emit_gemv(b, layer, uk, heads, cut_k, &k);
-    mk_phase_end(b, "uk", layer, heads * a->latent < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+    mk_phase_end(b, "uk", layer, by_heads ? by_heads : heads * a->latent < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
 
     for (uint32_t w = 0; w < W; w++) {
         in = mk_emit(b, w, MK_OP_MLA_PARTIAL, layer);
@@ -159,7 +177,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     mk_phase_begin(b);
     mk_gemv_spec v = {.in_vec = R->lat, .in_pub = lat_pub, .out_vec = R->v, .out_pub = v_pub};
     mk_emit_gemv(b, layer, uv, heads, cut_v, &v);
-    mk_phase_end(b, "uv", layer, heads * a->v < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+    mk_phase_end(b, "uv", layer, by_heads ? by_heads : heads * a->v < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
 
     mk_part o = mk_whole(&a->o);
     uint32_t pub = mk_pub(b, R->h);
