@@ -60,7 +60,7 @@ static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint
     }
     for (uint32_t h = 0; h < heads; h++) {
         uint32_t first = mk_start(h, W, heads), n = mk_start(h + 1, W, heads) - first;
-        for (uint32_t k = 0; k < n; k++) cut[first + k] = h * rows + mk_start(k, rows, n);
+        for (uint32_t k = 0; k < n; k++) cut[first + k] = h * rows + (rows % 2 ? mk_start(k, rows, n) : 2 * mk_start(k, rows / 2, n)); /* pairs of values stay together */
     }
     cut[W] = heads * rows;
 }

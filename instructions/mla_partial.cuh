@@ -163,6 +163,76 @@ MK_DEV void mk_mla_newest(const mk_dev *d, const mk_mla *m, const mk_newest *new
     }
 }
 
+/* mk_mla_latents in few instructions, for most of them are run once and come from L2: the host's map says what a packet carries, and packets are unpacked in a loop, a
+ * word at a time, out of shared memory. */
+MK_DEV void mk_mla_latents_one(const mk_dev *d, const mk_mla *m, const mk_fed *f, uint32_t h0, uint32_t heads)
+{
+    constexpr uint32_t NP = 3; /* packets in flight: eight heads of 512 are 683 */
+    const mk_wait *wait = &d->in->wait[0];
+    const mk_vec *v = &d->sh->vec[wait->vec];
+    const uint32_t latent = m->latent, first = h0 * latent, n = heads * latent, sp = v->slice_packets, all = wait->nslice * sp, epoch = f->place.epoch[0];
+    const uint32_t *map = d->a->map + f->plan.map;
+    const uint4 *base = f->place.in[0];
+    const mk_divisor by_head = mk_div_by(latent);
+    uint8_t *q = d->sh->staging;
+    uint4 *mine = (uint4 *)(q + mk_att_query_bytes(latent + m->rope, latent / 32) + 8192) + d->tid; /* behind what the rest of an item's set-up uses */
+    static_assert(8192 + NP * MK_COMPUTE * 16 <= MK_ATT_SCORES - MK_ATT_REST && 8192 >= 4 * (MK_WARPS * 128 + 640), "where the scores will be");
+#pragma unroll 1
+    for (uint32_t i0 = mk_find_slice(d->sh->start + v->start_index + wait->slice0, wait->nslice, first, d->lane) * sp + d->tid;; i0 += NP * MK_COMPUTE) {
+        uint4 x[NP];
+        uint32_t word[NP], more = 0, looks = 0;
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) {
+            const uint32_t i = min(i0 + k * MK_COMPUTE, all - 1);
+            word[k] = __ldg(map + i);
+            x[k] = mk_packet_load(base + i);
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) {
+            const uint32_t from = MK_MAP_FIRST(word[k]), has = i0 + k * MK_COMPUTE < all && from < first + n;
+            more |= has;
+            if (!has || from + MK_MAP_VALUES(word[k]) <= first) word[k] = MK_MAP_NONE;
+        }
+        if (!more) break;
+        for (bool again = true; again;) {
+            uint32_t late = 0, found = 0;
+            again = false;
+#pragma unroll
+            for (uint32_t k = 0; k < NP; k++)
+                if (x[k].w != epoch && MK_MAP_VALUES(word[k])) {
+                    again = true;
+                    late = i0 + k * MK_COMPUTE;
+                    found = x[k].w;
+                    x[k] = mk_packet_load(base + late);
+                }
+            if (again) again = mk_still_waiting(++looks, 0, 0, late, found);
+        }
+        mk_waited(looks);
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) mine[k * MK_COMPUTE] = make_uint4(x[k].x, x[k].y, x[k].z, word[k]);
+#pragma unroll 1
+        for (uint32_t k = 0; k < NP; k++) {
+            const uint4 y = mine[k * MK_COMPUTE];
+            int at = (int)(MK_MAP_FIRST(y.w) - first);
+            const int end = min(at + (int)MK_MAP_VALUES(y.w), (int)n);
+            uint32_t now = y.x, then = y.y;
+#pragma unroll 1
+            for (; at < end; at += 2, now = then, then = y.z) {
+                const uint32_t a = (uint32_t)at, h = mk_quot(a, by_head);
+                if (at >= 0 && at + 1 < end && !(a & 1)) {
+                    *(uint32_t *)mk_att_at(q, h, a - h * latent) = now;
+                } else {
+#pragma unroll 1
+                    for (uint32_t e = 0; e < 2; e++) {
+                        const uint32_t b = a + e, g = mk_quot(b, by_head);
+                        if (b < n && (int)b < end) *(uint16_t *)mk_att_at(q, g, b - g * latent) = (uint16_t)(now >> (16 * e));
+                    }
+                }
+            }
+        }
+    }
+}
+
 /* A step of one row (mk_newest): the cache is not waited for, as in gqa_partial.cuh. That publication e + 2 of the newest row's packets comes after this has read them,
  * although it is no wait of the instruction, follows from COMBINE, which waits for all partials of its layer. Bits as above. */
 template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
@@ -198,7 +268,7 @@ template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
         if (last) mk_mla_newest(d, m, &f->plan.newest, h0 == 0);
 #pragma unroll 1
         for (uint32_t h = d->warp; h < heads; h += MK_WARPS) mk_mla_positional(d, m, 0, h0, h, NH > 1);
-        mk_mla_latents(d, m, 0, h0, heads);
+        mk_mla_latents_one(d, m, f, h0, heads);
         mk_sync();
         if (!number) mk_trace_input(d);
         mk_attend<true, NH>(d->sh, &regs, last ? pos % MK_PAGE : MK_PAGE);

@@ -397,8 +397,9 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
 }
 
 /* In a step of one row the partials make the newest keys and values themselves, and those who append them only count: where both are in one program, and fit. */
-static int attention_plans(const mk_program *p, const mk_insn *insn, uint32_t n, mk_plan *plan, mk_err *err)
+static int attention_plans(const mk_gpu *g, const mk_insn *insn, uint32_t n, mk_plan *plan, mk_err *err)
 {
+    const mk_program *p = g->prog;
     typedef struct writer {
         uint32_t n, insn, parts, told; /* who append, one of them; partials that could read what they append from the packets, that do */
     } writer;
@@ -434,6 +435,7 @@ static int attention_plans(const mk_program *p, const mk_insn *insn, uint32_t n,
             x->param_off = mla ? app->mla.param_off : app->gqa.param_off;
             x->eps = mla ? app->mla.eps : app->gqa.eps;
             plan[k].one = mla ? MK_ONE_MLA : MK_ONE_GQA;
+            plan[k].map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * p->vec[in->wait[0].vec].slice_packets;
             w->told++;
         }
     for (uint32_t k = 0; k < n; k++) {
@@ -490,7 +492,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
         first[w + 1] = n_seg;
         efirst[w + 1] = n_expert;
     }
-    if (!rc) rc = attention_plans(p, insn, n_insn, plan, err);
+    if (!rc) rc = attention_plans(g, insn, n_insn, plan, err);
     int ok = !rc && (a->insn = (mk_insn *)uploaded(g, "program", insn, (uint64_t)n_insn * sizeof *insn, err)) &&
              (a->plan = (mk_plan *)uploaded(g, "plans", plan, (uint64_t)n_insn * sizeof *plan, err)) &&
              (a->queue = (uint32_t *)uploaded(g, "queues", queue, 4ull * (W + 1), err)) &&
