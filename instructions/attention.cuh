@@ -434,6 +434,7 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                 top = fmaxf(top, before);
                 const uint32_t p = mk_pack_bf16(mk_exp2(__fmul_rn(a - top, 1.44269504f)), mk_exp2(__fmul_rn(b - top, 1.44269504f)));
                 s->p[h][w.lane] = p;
+                __syncwarp(); /* all have read the maximum before */
                 if (w.lane == 0) s->max[h] = top, s->shrink[h] = mk_exp2(__fmul_rn(before - top, 1.44269504f));
                 sum[n] = __fadd_rn(mk_bf16_value(p & 0xffffu), __uint_as_float(p & 0xffff0000u));
             }

@@ -597,18 +597,28 @@ MK_DEV void mk_stage_wait(uint32_t bar, uint32_t parity, uint32_t kind)
     } while (!mk_mbar_try(bar, parity));
     if (traced) sh->trace.weights += mk_now_low() - since;
 }
+/* What a warp waits for, for whoever looks: any lane's word will do, so that nothing orders them. racecheck is told so by atomics. */
+MK_DEV void mk_waiting_set(uint32_t x, uint32_t y, uint32_t z, uint32_t w)
+{
+    uint4 *q = &mk_sh()->waiting[threadIdx.x / 32];
+#ifdef MK_RACECHECK
+    atomicExch(&q->x, x), atomicExch(&q->y, y), atomicExch(&q->z, z), atomicExch(&q->w, w);
+#else
+    *q = make_uint4(x, y, z, w);
+#endif
+}
 /* The nth failed look at a packet of wait k; false: give up. */
 MK_DEV bool mk_still_waiting(uint32_t n, uint32_t k, uint32_t row, uint32_t packet, uint32_t found)
 {
     mk_shared *sh = mk_sh();
     if (n & 255u) return true;
-    sh->waiting[threadIdx.x / 32] = make_uint4(k + 1, row, packet, found);
+    mk_waiting_set(k + 1, row, packet, found);
     return !mk_flag_get(&sh->aborted);
 }
 /* After a wait of n failed looks. */
 MK_DEV void mk_waited(uint32_t n)
 {
-    if (n >= 256) mk_sh()->waiting[threadIdx.x / 32] = make_uint4(0, 0, 0, 0);
+    if (n >= 256) mk_waiting_set(0, 0, 0, 0);
 }
 
 /* Packet `packet` of wait k at p, of which q is an earlier look, without a call. */

@@ -585,7 +585,7 @@ static int allocate(mk_gpu *g, mk_err *err)
              (g->st = (mk_sched_slot *)device_memory(g, "schedule", slots * (sizeof(mk_sched_slot) + sizeof(mk_sched_rest) + 4), err)) &&
              (a->step_ring = (uint4 *)device_memory(g, "step ring", steps + MK_STEP_PACKETS * 16, err)) &&
              (a->trace = (uint4 *)device_memory(g, "trace", (uint64_t)mk_trace_limit(i->n_insn) * i->n_insn * sizeof(mk_trace_record), err)) &&
-             (a->abort = (uint32_t *)device_memory(g, "abort word", 4, err)) &&
+             (a->abort = (uint32_t *)device_memory(g, "abort word", 16, err)) &&
              (a->position = (uint32_t *)device_memory(g, "positions", 4ull * i->workers, err)) &&
              (g->submit = (mk_submit_packets *)pinned_memory(g, "submit ring", sizeof(mk_submit_packets) * MK_SUBMIT_RING, err)) &&
              (g->event = (mk_event *)pinned_memory(g, "token ring", sizeof(mk_event) * MK_EVENT_RING, err)) &&

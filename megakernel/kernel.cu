@@ -90,7 +90,10 @@ MK_DEV bool schedules(const mk_gpu_args *a)
 MK_DEV void compute(const mk_gpu_args *a)
 {
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
-    if (!MK_ONE_STEP && threadIdx.x < 32 && schedules(a)) mk_schedule_next(threadIdx.x, true);
+    if (!MK_ONE_STEP && schedules(a)) {
+        if (threadIdx.x < 32) mk_schedule_next(threadIdx.x, true);
+        mk_schedule_handed_over();
+    }
 
     mk_phase_wait();
     mk_phase_carry(a, false);
