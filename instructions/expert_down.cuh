@@ -15,7 +15,7 @@
 #define MK_DOWN_PAIRS (MK_DOWN_MOST * MK_MAX_ROWS)
 #define MK_DOWN_TABLE (MK_RED_FLOATS - 2 * MK_DOWN_PAIRS)
 #define MK_NOT_CHOSEN 0xffffffffu /* bits that no product has */
-static_assert(MK_DOWN_TABLE >= MK_WARPS * MK_MAX_ROWS * 64 && MK_TILES == 4 && MK_DOWN_TABLE * 4 >= MK_COMPUTE * 16, "partial sums before the table; room for what mk_pair_gather throws away");
+static_assert(MK_DOWN_TABLE >= MK_PARTS(MK_MAX_ROWS) && MK_DOWN_TABLE * 4 >= MK_COMPUTE * 16, "partial sums before the table; room for what mk_pair_gather throws away");
 
 static_assert(MK_MAX_ROWS == MK_WARPS && MK_STAGING / (MK_STAGED_VALUES * 2 + 64) >= MK_WARPS, "an expert of all rows is staged at once, a pair a warp");
 
@@ -238,37 +238,6 @@ template <uint32_t FORM> MK_DEV mk_accs mk_down_product(const mk_tile *t, uint32
     return mk_down_product_as<FORM, 4>(t, at, experts, cols, acc);
 }
 
-/* Partial sums lie in the reduction area [partial][column][64 or 128 rows]: a partial sum a group and K way. */
-MK_DEV uint32_t mk_down_log_rows(uint32_t n)
-{
-    return n > 16 * MK_TILES ? 7 : 6;
-}
-MK_DEV void mk_down_put(const mk_dev *d, uint32_t n, uint32_t at, uint32_t cols, const mk_accs *acc)
-{
-    const uint32_t c = 2 * (d->lane & 3), log = mk_down_log_rows(n), group = (d->warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = d->warp % MK_GROUP_WARPS;
-    const uint32_t partial = log == 7 ? group * 2 + (member & 1) : group * 4 + member, row0 = log == 7 ? (member >> 1) * 16 * MK_TILES : 0;
-    if (c >= cols) return;
-    float *r = d->sh->red + ((partial * cols + c) << log) + row0 + (d->lane >> 2);
-    const bool both = c + 1 < cols;
-#pragma unroll
-    for (uint32_t j = 0; j < MK_TILES; j++, r += 16) {
-        if (row0 + 16 * j >= n) break;
-        r[0] = acc->tile[j].x;
-        r[8] = acc->tile[j].z;
-        if (both) r[1u << log] = acc->tile[j].y;
-        if (both) r[(1u << log) + 8] = acc->tile[j].w;
-    }
-}
-/* Matrix row i, column c. */
-MK_DEV float mk_down_sum(const mk_dev *d, uint32_t n, uint32_t i, uint32_t c, uint32_t cols)
-{
-    const uint32_t log = mk_down_log_rows(n), step = cols << log;
-    const float *r = d->sh->red + (c << log) + i;
-    float sum = __fadd_rn(__fadd_rn(r[0], r[step]), __fadd_rn(r[2 * step], r[3 * step]));
-    if (log == 6) sum = __fadd_rn(sum, __fadd_rn(__fadd_rn(r[4 * step], r[5 * step]), __fadd_rn(r[6 * step], r[7 * step])));
-    return sum;
-}
-
 template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
@@ -305,7 +274,7 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
         j = next;
     }
     mk_ring_pass(d, MK_EXPERT, at);
-    mk_down_put(d, n, at0, nrows, &acc);
+    mk_parts_put(d, d->sh->red, n, at0, nrows, &acc);
     mk_sync();
     mk_trace_publish(d);
 #pragma unroll 1
@@ -320,7 +289,7 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
                 y = __uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z);
                 look.w = epoch + 1;
             }
-            y = __fadd_rn(y, mk_down_sum(d, n, i, r, nrows));
+            y = __fadd_rn(y, mk_parts_sum(d->sh->red, n, i, r, nrows));
         }
         __syncwarp();
         mk_publish_unit(out, f->place.out + r * out->nslice * out->slice_packets, n, u.group, y, f->place.out_epoch, d->lane);

@@ -1,4 +1,4 @@
-/* EXPERT_UP on the device. Semantics: expert_up.c. Several slices are multiplied before they are reduced together. */
+/* EXPERT_UP on the device. Semantics: expert_up.c. As many slices as there is room for partial sums of are multiplied before they are reduced together. */
 #ifndef MK_EXPERT_UP_CUH
 #define MK_EXPERT_UP_CUH
 
@@ -10,68 +10,80 @@ MK_DEV uint32_t mk_cut(uint32_t t, uint32_t n, mk_divisor by)
     return mk_quot(t * n, by);
 }
 
-/* Slices are dealt round: the worker's k-th is slice number worker + k * workers of the union's n_union * T. Lists those from `first` on; returns how many. The
- * list is there for all after the next barrier. */
-MK_DEV uint32_t mk_up_list(const mk_dev *d, uint32_t first)
+/* A slice of an expert. */
+typedef struct mk_up_slice {
+    uint32_t j, t, row0, rows; /* of the union; slice; its first row, rows of gate or up */
+} mk_up_slice;
+MK_DEV mk_up_slice mk_up_at(uint32_t slice, uint32_t inter, mk_divisor by_T)
 {
-    const mk_expert *e = &d->in->expert;
-    const mk_routes *routes = (const mk_routes *)mk_local_at(d, d->in->wait[1].vec);
-    const uint32_t nrows = d->step->nrows, T = e->T, workers = d->a->workers, all = routes->n_union * T, begin = d->worker + first * workers;
-    const mk_divisor by_T = mk_div_by(T);
-    const uint32_t size = mk_red_size(2 * (mk_quot(e->inter - 1, by_T) + 1), nrows), slots = min(mk_small_quot(MK_RED_FLOATS, size), MK_MAX_JOBS);
-    const uint32_t left = begin < all ? mk_small_quot(all - begin + workers - 1, workers) : 0, n = min(left, slots), i = d->tid;
-    if (i < n) {
-        const uint32_t slice = begin + i * workers, j = mk_quot(slice, by_T), t = slice - j * T, row0 = mk_cut(t, e->inter, by_T);
-        mk_job *job = &d->sh->job[i];
-        job->rows = 2 * (mk_cut(t + 1, e->inter, by_T) - row0);
-        job->phase = row0 % MK_SCALE_ROWS;
-        job->stages = mk_slice_stages(e->wtype, job->rows, e->k);
-        job->x = mk_smem(d->sh->staging);
-        job->cols = nrows;
-        job->base = i * size;
-        job->j = j;
-        job->t = t;
-    }
-    if (i == 0) d->sh->next_job = first + n;
-    return n;
+    mk_up_slice s;
+    s.j = mk_quot(slice, by_T);
+    s.t = slice - s.j * by_T.n;
+    s.row0 = mk_cut(s.t, inter, by_T);
+    s.rows = mk_cut(s.t + 1, inter, by_T) - s.row0;
+    return s;
 }
 
-MK_CALL uint32_t mk_expert_up_begin(const mk_insn *in)
+/* Slices are dealt round: the worker's k-th is slice number worker + k * workers of the union's n_union * T. */
+template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
-    const uint32_t n = mk_up_list(d, 0);
-    mk_stage_input(in, true, 0, in->expert.k);
-    mk_sync(); /* it may have been staged before */
-    mk_trace_input(d);
-    return n;
-}
-MK_CALL uint32_t mk_expert_up_end(const mk_insn *in, uint32_t n)
-{
-    const mk_dev here = mk_here(in), *d = &here;
-    const mk_expert *e = &in->expert;
+    const mk_fed *f = mk_fed_of(in);
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
     const mk_vec *out = &d->sh->vec[in->signal_vec];
-    const uint32_t nrows = d->step->nrows, epoch = mk_signal_epoch(d);
-    if (!n) return 0;
-    mk_sync();
-    mk_trace_publish(d);
-    /* a warp a unit of a slice and row */
-    const uint32_t units = mk_units(mk_small_quot(e->inter + e->T - 1, e->T)), every = nrows * units;
-    for (uint32_t u = d->warp; u < n * every; u += MK_WARPS) {
-        const uint32_t slot = u / every, left = u - slot * every, r = left / units, group = left - r * units;
-        const mk_job *job = &d->sh->job[slot];
-        const uint32_t rows = job->rows / 2, i = group * MK_UNIT + d->lane, rank = routes->rank[r][job->j], form = mk_red_form_of(job->rows, job->stages >> 16, nrows);
-        if (rank == 255 || group * MK_UNIT >= rows) continue;
-        const float norm = mk_row_factor(d, &mk_fed_of(in)->plan, r);
-        float y = 0;
-        if (i < rows && d->lane < MK_UNIT) y = mk_silu(mk_red_get(job->base, form, i, r) * norm) * (mk_red_get(job->base, form, rows + i, r) * norm);
-        mk_publish_unit(out, mk_signal_packets(d, out, r, rank * e->T + job->t), rows, group, y, epoch, d->lane);
+    const uint32_t nrows = d->step->nrows, inter = in->expert.inter, workers = d->a->workers, size = MK_PARTS(nrows), slots = mk_small_quot(MK_RED_FLOATS, size);
+    const mk_divisor by_T = {f->plan.magic, in->expert.T};
+    const uint32_t all = routes->n_union * by_T.n, most = f->plan.tile.rows / 2, units = mk_units(most), every = nrows * units, x = mk_smem(d->sh->staging);
+    mk_stage_input(in, true, 0, f->plan.x.k);
+    mk_sync(); /* nobody reads the reduction area any more */
+    mk_trace_input(d);
+
+    uint32_t at = mk_ring_at(d, MK_EXPERT);
+#pragma unroll 1
+    for (uint32_t next = d->worker; next < all;) {
+        const uint32_t first = next;
+        uint32_t n = 0;
+#pragma unroll 1
+        for (; n < slots && next < all; n++, next += workers) {
+            const mk_up_slice s = mk_up_at(next, inter, by_T);
+            mk_tile t = f->plan.tile;
+            t.rows = 2 * s.rows;
+            t.phase = s.row0 % MK_SCALE_ROWS;
+            if (s.rows < most) {
+                t.per = f->plan.less & 0xffffu;
+                t.nst = f->plan.less >> 16;
+            }
+            const mk_accs acc = mk_product<FORM>(MK_EXPERT, at, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), nrows, MK_NO_NORM, mk_no_sum());
+            mk_parts_put(d, d->sh->red + n * size, t.rows, at, nrows, &acc);
+            mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
+            at += t.nst;
+        }
+        mk_sync();
+        mk_trace_publish(d);
+        /* a warp a unit of a slice and row */
+#pragma unroll 1
+        for (uint32_t u = d->warp; u < n * every; u += MK_WARPS) {
+            uint32_t slot = 0, r = 0, group = u;
+            for (; group >= every; group -= every) slot++;
+            for (; group >= units; group -= units) r++;
+            const mk_up_slice s = mk_up_at(first + slot * workers, inter, by_T);
+            const uint32_t i = group * MK_UNIT + d->lane, rank = routes->rank[r][s.j];
+            if (rank == 255 || group * MK_UNIT >= s.rows) continue;
+            const float norm = mk_row_factor(d, &f->plan, r), *red = d->sh->red + slot * size;
+            float y = 0;
+            if (i < s.rows && d->lane < MK_UNIT) y = mk_silu(mk_parts_sum(red, 2 * s.rows, i, r, nrows) * norm) * (mk_parts_sum(red, 2 * s.rows, s.rows + i, r, nrows) * norm);
+            mk_publish_unit(out, f->place.out + (r * out->nslice + rank * by_T.n + s.t) * out->slice_packets, s.rows, group, y, f->place.out_epoch, d->lane);
+        }
+        mk_sync();
     }
-    const uint32_t next = d->sh->next_job;
-    mk_sync();
-    n = mk_up_list(d, next);
-    if (n) mk_sync();
-    return n;
+    mk_ring_pass(d, MK_EXPERT, at);
+}
+MK_DEV void mk_expert_up_run(const mk_insn *in)
+{
+    if (in->expert.wtype == MK_W_FP8)
+        mk_up_of<MK_X_F16>(in);
+    else
+        mk_up_of<MK_X_BF16>(in);
 }
 
 #endif

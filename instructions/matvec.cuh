@@ -1,4 +1,4 @@
-/* What the matrix opcodes (GEMV, EXPERT_UP, LM_HEAD, and in part EXPERT_DOWN) share on the device.
+/* What the matrix opcodes (GEMV, LM_HEAD, EXPERT_UP, EXPERT_DOWN) share on the device.
  *
  * A vector is staged in the form that its matrix' weights are multiplied in, up to eight rows of it:
  *   BF16 weights   bf16
@@ -60,19 +60,6 @@ MK_DEV void mk_sts64(uint32_t at, uint32_t x, uint32_t y)
 MK_DEV void mk_stage_pad(uint32_t row, uint32_t k, bool f16)
 {
     for (; k & 63; k++) mk_sts16(row + mk_staged_at(k, f16), 0);
-}
-
-/* The segment of an expert's slice. */
-MK_DEV mk_tile mk_tile_make(uint32_t wtype, uint32_t rows, uint32_t k, uint32_t halves, uint32_t nseg, uint32_t phase, uint32_t stages)
-{
-    mk_tile t = {wtype, rows, wtype == MK_W_FP8 ? (k + 63) / 64 : (k + 31) / 32, stages & 0xffffu, stages >> 16, halves, nseg, phase, 1};
-    return t;
-}
-/* Its MK_STAGES_WORD. */
-MK_DEV uint32_t mk_slice_stages(uint32_t wtype, uint32_t rows, uint32_t k)
-{
-    const uint32_t nkb = wtype == MK_W_FP8 ? (k + 63) / 64 : (k + 31) / 32, per = mk_stage_kblocks(wtype, rows, nkb, 1, 0);
-    return MK_STAGES_WORD(per, mk_small_quot(nkb + per - 1, per));
 }
 
 /* Whether it matters who stores to `at` last: where nobody looks it does not, but racecheck cannot know. */
@@ -786,10 +773,6 @@ MK_DEV uint32_t mk_ways(uint32_t rows)
 {
     return rows > 16 * MK_TILES ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS;
 }
-MK_DEV uint32_t mk_red_size(uint32_t rows, uint32_t cols)
-{
-    return MK_GROUPS * mk_ways(rows) * cols * mk_red_rows(rows);
-}
 /* This warp's part of the product at float `base`; at: of its segment. */
 MK_DEV void mk_red_put(const mk_dev *d, uint32_t base, const mk_tile *t, uint32_t at, uint32_t cols, const mk_accs *acc)
 {
@@ -835,12 +818,45 @@ MK_DEV float mk_red_get(uint32_t base, uint32_t form, uint32_t i, uint32_t c)
     return sum;
 }
 
+/* Of an expert's slice: [partial][column][64 or 128 rows], a partial sum a group and K way, however many there are in it. */
+#define MK_PARTS(cols) ((cols) * MK_WARPS * 16 * MK_TILES)
+MK_DEV uint32_t mk_parts_log(uint32_t n)
+{
+    return n > 16 * MK_TILES ? 7 : 6;
+}
+/* This warp's part; at: of the first stage. */
+MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, uint32_t cols, const mk_accs *acc)
+{
+    const uint32_t c = 2 * (d->lane & 3), log = mk_parts_log(n), group = (d->warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = d->warp % MK_GROUP_WARPS;
+    const uint32_t partial = log == 7 ? group * 2 + (member & 1) : group * 4 + member, row0 = log == 7 ? (member >> 1) * 16 * MK_TILES : 0;
+    if (c >= cols) return;
+    float *r = red + ((partial * cols + c) << log) + row0 + (d->lane >> 2);
+    const bool both = c + 1 < cols;
+#pragma unroll
+    for (uint32_t j = 0; j < MK_TILES; j++, r += 16) {
+        if (row0 + 16 * j >= n) break;
+        r[0] = acc->tile[j].x;
+        r[8] = acc->tile[j].z;
+        if (both) r[1u << log] = acc->tile[j].y;
+        if (both) r[(1u << log) + 8] = acc->tile[j].w;
+    }
+}
+/* Matrix row i, column c. */
+MK_DEV float mk_parts_sum(const float *red, uint32_t n, uint32_t i, uint32_t c, uint32_t cols)
+{
+    const uint32_t log = mk_parts_log(n), step = cols << log;
+    const float *r = red + (c << log) + i;
+    float sum = __fadd_rn(__fadd_rn(r[0], r[step]), __fadd_rn(r[2 * step], r[3 * step]));
+    if (log == 6) sum = __fadd_rn(sum, __fadd_rn(__fadd_rn(r[4 * step], r[5 * step]), __fadd_rn(r[6 * step], r[7 * step])));
+    return sum;
+}
+
 /* ---- an instruction of products --------------------------------------------------------------------------------------- */
 
 /* What comes before and after the products are functions of the opcodes:
- *   begin   stages the input of the first batch of products and lists them; returns their number
- *   end     reduces and publishes; stages and lists the next batch; returns its number, 0: the instruction is done
- * All compute threads call them. Static segments have one product, or one a chunk if the vector does not fit the staging area. */
+ *   begin   stages the input, or the first chunk of it if the vector does not fit the staging area
+ *   end     reduces and publishes, or stages the next chunk; returns whether there is one
+ * All compute threads call them. */
 
 /* The chunk of a static segment's vector that is staged: its stages. Whole if it fits, which is up to how many rows there are. */
 typedef struct mk_chunk {
@@ -922,32 +938,8 @@ template <uint32_t FORM> MK_CALL void mk_static_product(const mk_insn *in)
         for (uint32_t k = 0; k < MK_TILES; k++) mk_sums_at(d)[k] = acc.tile[k];
     }
 }
-/* EXPERT_UP: the products of a batch of slices, which begin or end has listed. */
-template <uint32_t FORM> MK_CALL void mk_expert_products(const mk_insn *in, uint32_t jobs)
+MK_DEV void mk_products(const mk_insn *in)
 {
-    const mk_dev here = mk_here(in), *d = &here;
-    const mk_expert *e = &in->expert;
-    uint32_t at = mk_ring_at(d, MK_EXPERT);
-#pragma unroll 1
-    for (uint32_t i = 0; i < jobs; i++) {
-        const mk_job j = d->sh->job[i];
-        const mk_tile t = mk_tile_make(e->wtype, j.rows, e->k, 2, e->nseg, j.phase, j.stages);
-        const mk_accs acc = mk_product<FORM>(MK_EXPERT, at, &t, 0, t.nst, j.x, mk_row_stride(e->k), j.cols, MK_NO_NORM, mk_no_sum());
-        mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
-        mk_red_put(d, j.base, &t, at, j.cols, &acc);
-        at += t.nst;
-    }
-    mk_ring_pass(d, MK_EXPERT, at);
-}
-MK_DEV void mk_products(const mk_insn *in, uint32_t jobs)
-{
-    if (in->opcode == MK_OP_EXPERT_UP) {
-        if (in->expert.wtype == MK_W_FP8)
-            mk_expert_products<MK_X_F16>(in, jobs);
-        else
-            mk_expert_products<MK_X_BF16>(in, jobs);
-        return;
-    }
     const uint32_t form = mk_fed_of(in)->plan.x.form;
     if (form == MK_X_F16)
         mk_static_product<MK_X_F16>(in);

@@ -129,7 +129,7 @@ typedef struct mk_newest {
 } mk_newest;
 /* What follows from an instruction of the matrix opcodes alone, worked out by the host: all that compute warps do is on the way of the token. */
 typedef struct mk_plan {
-    alignas(16) mk_tile tile; /* GEMV, LM_HEAD; EXPERT_DOWN: an expert's, nst is even */
+    alignas(16) mk_tile tile; /* GEMV, LM_HEAD; EXPERT_UP: the longest slice; EXPERT_DOWN: an expert's, nst is even */
     union {
         mk_input x;           /* GEMV, LM_HEAD, EXPERT_UP */
         mk_newest newest;     /* MLA_PARTIAL, GQA_PARTIAL */
@@ -144,8 +144,10 @@ typedef struct mk_plan {
     uint32_t end;             /* MK_END_*; the gate's word in its packet << 8 */
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
     uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
+    uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
+    uint32_t pad[2];
 } mk_plan;
-static_assert(sizeof(mk_plan) == 112, "seven 16-byte loads");
+static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32 };
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, rms) (0x40u | (f32) | (form) << 1 | (rms) << 3)
@@ -218,15 +220,6 @@ typedef struct mk_pairs {
     uint8_t first[MK_MAX_UNION + 4];
 } mk_pairs;
 
-/* One product of an expert's slice. */
-typedef struct mk_job {
-    uint32_t rows, phase, stages; /* of its segment; MK_STAGES_WORD */
-    uint32_t x, cols;             /* staged input: shared address, columns */
-    uint32_t base;                /* where the result goes: in the reduction area */
-    uint32_t j, t;                /* of the union, slice */
-} mk_job;
-#define MK_MAX_JOBS 16u
-
 /* What a compute warp remembers from instruction to instruction. */
 enum { MK_TAPE = 0, MK_EXPERT = 1 }; /* rings of weight stages */
 typedef struct mk_memo {
@@ -263,8 +256,6 @@ typedef struct mk_shared {
     mk_gpu_args args; /* for functions that are not inlined */
     mk_pairs pairs;
     mk_memo memo[MK_WARPS];
-    mk_job job[MK_MAX_JOBS]; /* of a batch of products */
-    uint32_t next_job;       /* UP: the first slice of the batch after */
     mk_trace_now trace;
     uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
     uint64_t full[2][MK_STATIC_STAGES], empty[2][MK_STATIC_STAGES]; /* by ring */

@@ -348,7 +348,13 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
     p.x.eps = p.x.prologue == MK_PRO_NONE ? 0 : lm ? l->eps : up ? e->eps : v->eps;
     p.inv_k = 1.0f / (float)p.x.k;
     p.head_shift = MK_NO_NORM;
-    if (!up) {
+    if (up) {
+        const mk_expert_seg x = expert_seg(g->prog, in);
+        const mk_tile t = {wtype, x.most, x.nkb, x.per_most, (x.nkb + x.per_most - 1u) / x.per_most, 2, e->nseg, 0, 1};
+        p.tile = t;
+        p.less = MK_STAGES_WORD(x.per_less, (x.nkb + x.per_less - 1u) / x.per_less);
+        p.magic = x.magic;
+    } else {
         mk_tile *t = &p.tile;
         t->wtype = wtype;
         t->halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1;

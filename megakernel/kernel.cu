@@ -30,14 +30,14 @@
 
 /* ---- compute -------------------------------------------------------------------------------------------------------- */
 
-/* The opcodes of products (matvec.cuh). */
+/* Products of static segments (matvec.cuh). */
 MK_DEV void matrix_run(const mk_insn *in)
 {
-    const uint32_t op = in->opcode;
-    uint32_t jobs = op == MK_OP_EXPERT_UP ? mk_expert_up_begin(in) : op == MK_OP_GEMV || mk_sh()->step.any_logits ? mk_static_next(in, 0) : 0;
+    const bool gemv = in->opcode == MK_OP_GEMV;
+    uint32_t jobs = gemv || mk_sh()->step.any_logits ? mk_static_next(in, 0) : 0;
     do {
-        if (jobs) mk_products(in, jobs);
-        jobs = op == MK_OP_EXPERT_UP ? mk_expert_up_end(in, jobs) : op == MK_OP_GEMV ? mk_gemv_end(in) : mk_lm_head_end(in);
+        if (jobs) mk_products(in);
+        jobs = gemv ? mk_gemv_end(in) : mk_lm_head_end(in);
     } while (jobs);
 }
 
@@ -104,8 +104,8 @@ MK_DEV void compute(const mk_gpu_args *a)
         switch (what) {
         case MK_OP_EMBED: call_mk_embed_run(in); break;
         case MK_OP_GEMV:
-        case MK_OP_LM_HEAD:
-        case MK_OP_EXPERT_UP: matrix_run(in); break;
+        case MK_OP_LM_HEAD: matrix_run(in); break;
+        case MK_OP_EXPERT_UP: mk_expert_up_run(in); break;
         case MK_OP_EXPERT_DOWN: mk_expert_down_run(in); break;
         case MK_OP_CONV_STEP: call_mk_conv_step_run(in); break;
         case MK_OP_DELTA_STEP: call_mk_delta_step_run(in); break;
