@@ -749,36 +749,6 @@ MK_CALL uint4 mk_packet_wait(const uint4 *p, const mk_wait *w, uint32_t row, uin
     return q;
 }
 
-/* One warp reads values [first, first + n) of one row of wait `w` into shared memory. The values must lie within the slices of the wait. */
-MK_CALL void mk_warp_read(const mk_wait *w, uint32_t row, uint32_t first, uint32_t n, float *dst)
-{
-    const mk_shared *sh = mk_sh();
-    const mk_gpu_args *a = &sh->args;
-    const mk_vec *v = &sh->vec[w->vec];
-    const uint16_t *start = sh->start + v->start_index + w->slice0;
-    const uint32_t seq = sh->step.seq, epoch = mk_epoch(a->epoch0, seq, w->pub), sp = v->slice_packets, f32 = v->dtype == MK_F32, vpp = f32 ? 3 : 6;
-    const uint4 *base = (const uint4 *)(a->exchange + mk_packet_offset(v, mk_half(v, seq, w->pub), row, w->slice0));
-    const uint32_t lane = threadIdx.x % 32, s0 = mk_find_slice(start, w->nslice, first, lane);
-    const mk_divisor by = mk_div_by_slice(v);
-    for (uint32_t i = lane, more = 1; __any_sync(0xffffffffu, more); i += 32) {
-        uint32_t s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
-        more = s < w->nslice;
-        if (!more) continue;
-        uint32_t st = start[s], end = start[s + 1], at = st + p * vpp;
-        more = st < first + n;
-        uint32_t hi = end < first + n ? end : first + n;
-        if (!more || at >= hi || at + vpp <= first) continue;
-        const uint4 x = mk_packet_wait(base + s * sp + p, w, row, s * sp + p, epoch);
-        const uint32_t word[3] = {x.x, x.y, x.z};
-#pragma unroll
-        for (uint32_t k = 0; k < 6; k++) {
-            if (k >= vpp || at + k < first || at + k >= hi) continue;
-            dst[at + k - first] = f32 ? __uint_as_float(word[k % 3]) : mk_bf16_value((word[k / 2] >> (16 * (k & 1))) & 0xffffu);
-        }
-    }
-    __syncwarp();
-}
-
 /* Where slice `slice` of the instruction's signal goes, for one row. */
 MK_DEV uint4 *mk_signal_packets(const mk_dev *d, const mk_vec *v, uint32_t row, uint32_t slice)
 {

@@ -250,6 +250,8 @@ static void refused_by_name(void **s)
         {"quantization_config", "{\"quant_method\":\"fp8\",\"weight_block_size\":[128,128],\"activation_scheme\":\"static\"}",
          "quantization_config.activation_scheme is \"static\""},
         {"quantization_config", "{\"quant_method\":\"fp8\",\"weight_block_size\":[128,128],\"fmt\":\"e5m2\"}", "quantization_config.fmt is \"e5m2\""},
+        {"quantization_config", "{\"quant_method\":\"fp8\",\"weight_block_size\":[128,128],\"weight_per_tensor\":true}", "quantization_config.weight_per_tensor is true"},
+        {"quantization_config", "{\"quant_method\":\"fp8\",\"weight_block_size\":[128,128],\"act_per_tensor\":true}", "quantization_config.act_per_tensor is true"},
         {"quantization_config", "{\"quant_method\":\"fp8\",\"weight_block_size\":[128,128],\"x\":1}", "quantization_config.\"x\": unknown field"},
         {"quantization_config", "{}", "quantization_config.quant_method is missing"},
     };
