@@ -140,9 +140,9 @@ static uint32_t row_at(const mk_part *parts, uint32_t n, double cost, double *re
     return row;
 }
 
-void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut)
+/* Every worker has rows of all groups: evenly cut, whatever tensor a row belongs to. */
+static void split_rows(uint32_t workers, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut)
 {
-    uint32_t workers = b->cfg->workers;
     double total = 0;
     for (uint32_t g = 0; g < groups; g++) total += group_cost(parts[g], n_parts[g]);
     for (uint32_t w = 0; w <= workers; w++) {
@@ -158,6 +158,76 @@ void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_part
             if (w < workers) used += reached;
         }
     }
+}
+
+/* Every worker has rows of one part. own: workers of each part, all groups' in a row; more workers than parts. */
+static void split_workers(uint32_t workers, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *own, uint32_t *cut)
+{
+    uint32_t n = 0;
+    for (uint32_t g = 0; g < groups; g++)
+        for (uint32_t i = 0; i < n_parts[g]; i++) own[n++] = 1;
+    for (uint32_t left = workers - n; left; left--) {
+        double most = -1;
+        uint32_t at = 0, p = 0;
+        for (uint32_t g = 0; g < groups; g++)
+            for (uint32_t i = 0; i < n_parts[g]; i++, p++) {
+                double c = row_cost(&parts[g][i]) * ((parts[g][i].rows + own[p] - 1) / own[p]);
+                if (c > most) most = c, at = p;
+            }
+        own[at]++;
+    }
+    uint32_t w0 = 0, p = 0;
+    for (uint32_t g = 0; g < groups; g++) {
+        uint32_t *c = cut + g * (workers + 1), row0 = 0;
+        for (uint32_t w = 0; w <= w0; w++) c[w] = 0;
+        for (uint32_t i = 0; i < n_parts[g]; i++, p++) {
+            for (uint32_t k = 1; k <= own[p]; k++) c[w0 + k] = row0 + mk_start(k, parts[g][i].rows, own[p]);
+            w0 += own[p];
+            row0 += parts[g][i].rows;
+        }
+        for (uint32_t w = w0 + 1; w <= workers; w++) c[w] = row0;
+    }
+}
+
+/* What the busiest worker of a split has to do, in bytes. An instruction costs about 2.5 us beside its weights (a measurement: profiles/NOTES.md), in which
+ * a worker of an H200 could have read 90 KB. */
+#define INSN_BYTES 90e3
+static double busiest_worker(uint32_t workers, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, const uint32_t *cut)
+{
+    double most = 0;
+    for (uint32_t w = 0; w < workers; w++) {
+        double load = 0;
+        for (uint32_t g = 0; g < groups; g++) {
+            const uint32_t *c = cut + g * (workers + 1);
+            uint32_t at = 0;
+            for (uint32_t i = 0; i < n_parts[g]; at += parts[g][i].rows, i++) {
+                uint32_t end = at + parts[g][i].rows, lo = c[w] > at ? c[w] : at, hi = c[w + 1] < end ? c[w + 1] : end;
+                uint32_t limit = parts[g][i].up ? MK_SEGMENT_ROWS / 2 : MK_SEGMENT_ROWS;
+                if (lo < hi) load += (hi - lo) * row_cost(&parts[g][i]) + (hi - lo + limit - 1) / limit * INSN_BYTES;
+            }
+        }
+        if (load > most) most = load;
+    }
+    return most;
+}
+
+void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut)
+{
+    uint32_t W = b->cfg->workers, n = 0;
+    b->whole = 0;
+    split_rows(W, parts, n_parts, groups, cut);
+    for (uint32_t g = 0; g < groups; g++) n += n_parts[g];
+    if (n == 1 || n > W) return;
+    uint32_t *own = malloc(n * sizeof *own), *whole = malloc((size_t)groups * (W + 1) * sizeof *whole);
+    if (!own || !whole) {
+        fail_memory(b);
+    } else {
+        split_workers(W, parts, n_parts, groups, own, whole);
+        b->whole = busiest_worker(W, parts, n_parts, groups, whole) < busiest_worker(W, parts, n_parts, groups, cut);
+        if (b->whole) memcpy(cut, whole, (size_t)groups * (W + 1) * sizeof *whole);
+    }
+    free(own);
+    free(whole);
 }
 
 uint32_t mk_each_piece(mk_builder *b, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, mk_piece_fn f, void *arg)
@@ -376,7 +446,8 @@ void mk_phase_end(mk_builder *b, const char *name, uint32_t layer, const char *r
         ph->total += b->load[w];
         if (b->load[w] > ph->max) ph->max = b->load[w];
     }
-    ph->reason = reason;
+    ph->reason = reason || !b->whole ? reason : "each worker has rows of one tensor: a second instruction costs more than an even cut saves";
+    b->whole = 0;
 }
 
 uint32_t mk_item_slices(uint32_t items, uint32_t width, uint32_t workers)

@@ -24,6 +24,7 @@ typedef struct mk_builder {
     uint32_t n_counter;
     uint64_t exchange, bulk, local, state, expert, param, tape_ignored;
     uint64_t *load;       /* [workers] bytes of the current phase */
+    int whole;            /* the last split gave whole workers to each part */
     mk_err *err;
     int failed;
 } mk_builder;
@@ -47,7 +48,8 @@ typedef struct mk_gemv_spec {
     uint32_t out_vec, out_pub; /* LOCAL: every worker's rows are the slices of `like` */
 } mk_gemv_spec;
 
-/* cut[g * (workers + 1) + w]: first row of worker w in group g (rows of the group's parts, concatenated). */
+/* cut[g * (workers + 1) + w]: first row of worker w in group g (rows of the group's parts, concatenated). Whole workers for each part, or all rows evenly,
+ * whichever leaves the busiest worker less to do: an instruction of its own for a few rows costs more than they do. */
 void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut);
 
 /* Calls f for every non-empty piece of every worker, in worker order; a piece is of one part and at most MK_SEGMENT_ROWS matrix rows.
