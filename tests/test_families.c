@@ -6,9 +6,11 @@
 #include "tests/support/edit.h"
 #include "tests/support/tmp.h"
 
+#include <dirent.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,6 +33,25 @@ typedef struct planned {
     double gb; /* a token at 2,048 of context; models.md section 2, for FP8. 0: not there */
     uint32_t delta, gqa, moe;
 } planned;
+
+/* Phases that a cut into whole rows leaves at most this many per cent over the mean, of files whose names begin so: the exceptions listed in
+ * tests/fixtures/configs/README.md. What a reason names may stay 3.15 % over it (33/32: a multiple of 128 rows on 132 workers) without being listed. */
+static double excess_allowed(const char *name, const char *phase)
+{
+    static const struct {
+        const char *name, *phase;
+        double percent;
+    } all[] = {
+        {"glm-4.7-flash", "kv_a q_a", 8.1},      {"glm-4.7-flash", "uk", 10.9},          {"glm-4.7-flash", "uv", 13.5},
+        {"glm-4.7-flash", "router shared", 7.3}, {"moonlight", "router shared", 4.3},    {"qwen3-", "router shared", 11.7},
+        {"qwen3.5-35b", "router shared", 13.4},  {"qwen3.6-35b", "router shared", 13.4}, {"qwen3.5-122b", "router shared", 8.9},
+        {"qwen3.5-397b", "router shared", 8.3},  {"qwen3.5-27b", "delta", 37.6},         {"qwen3.6-27b", "delta", 37.6},
+        {"qwen3.8-27b", "delta", 37.6},
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (strncmp(name, all[i].name, strlen(all[i].name)) == 0 && strcmp(phase, all[i].phase) == 0) return all[i].percent / 100;
+    return 0.0315;
+}
 
 static void plan(const planned *p)
 {
@@ -55,7 +76,8 @@ static void plan(const planned *p)
         const mk_phase *f = &plan->phase[i];
         double x = mk_phase_excess(f, 132);
         if (x > worst) worst = x;
-        if (x > 0.03 && !f->reason) fail_msg("%s: layer %u, phase %s: %.2f %% over the mean", p->name, f->layer, f->name, 100 * x);
+        if (x > (f->reason ? excess_allowed(p->name, f->name) : 0.03))
+            fail_msg("%s: layer %u, phase %s: %.2f %% over the mean", p->name, f->layer, f->name, 100 * x);
     }
     print_message("%-22s %8.3f GB a token, worst phase +%.1f %%, %u exchanges\n", p->name, bytes / 1e9, 100 * worst, v.exchanges);
     if (p->gb > 0) assert_true(fabs(bytes / 1e9 / p->gb - 1) < 0.01);
@@ -72,22 +94,48 @@ static void published(void **state)
         {"qwen3-next-80b-a3b", MK_WEIGHTS_FP8, 4.13, 36, 12, 48},
         {"qwen3-next-80b-a3b", MK_WEIGHTS_AUTO, 0, 36, 12, 48},
         {"qwen3-coder-next-fp8", MK_WEIGHTS_AUTO, 4.13, 36, 12, 48},
+        {"qwen3-coder-next", MK_WEIGHTS_AUTO, 0, 36, 12, 48},
         {"qwen3.6-35b-a3b-fp8", MK_WEIGHTS_AUTO, 3.65, 30, 10, 40},
+        {"qwen3.6-35b-a3b", MK_WEIGHTS_FP8, 3.65, 30, 10, 40},
+        {"qwen3.6-35b-a3b", MK_WEIGHTS_AUTO, 0, 30, 10, 40},
+        {"qwen3.5-35b-a3b", MK_WEIGHTS_FP8, 3.65, 30, 10, 40},
+        {"qwen3.5-35b-a3b", MK_WEIGHTS_AUTO, 0, 30, 10, 40},
         {"qwen3.5-122b-a10b-fp8", MK_WEIGHTS_AUTO, 10.18, 36, 12, 48},
+        {"qwen3.5-122b-a10b", MK_WEIGHTS_AUTO, 0, 36, 12, 48},
         {"qwen3.5-397b-a17b-fp8", MK_WEIGHTS_AUTO, 17.94, 45, 15, 60},
+        {"qwen3.5-397b-a17b", MK_WEIGHTS_AUTO, 0, 45, 15, 60},
         {"qwen3.5-27b-fp8", MK_WEIGHTS_AUTO, 27.36, 48, 16, 0},
+        {"qwen3.5-27b", MK_WEIGHTS_AUTO, 0, 48, 16, 0},
+        {"qwen3.6-27b", MK_WEIGHTS_FP8, 27.36, 48, 16, 0},
+        {"qwen3.6-27b", MK_WEIGHTS_AUTO, 0, 48, 16, 0},
+        {"qwen3.8-27b", MK_WEIGHTS_FP8, 27.36, 48, 16, 0},
+        {"qwen3.8-27b", MK_WEIGHTS_AUTO, 0, 48, 16, 0},
+        {"qwen3.8-27b-fp8", MK_WEIGHTS_AUTO, 27.36, 48, 16, 0},
         {"qwen3.5-9b", MK_WEIGHTS_FP8, 9.13, 24, 8, 0},
         {"qwen3.5-4b", MK_WEIGHTS_FP8, 5.02, 24, 8, 0},
-        {"qwen3.5-0.8b", MK_WEIGHTS_FP8, 0, 18, 6, 0},
+        {"qwen3.5-2b", MK_WEIGHTS_FP8, 2.46, 18, 6, 0},
+        {"qwen3.5-2b", MK_WEIGHTS_AUTO, 0, 18, 6, 0},
+        {"qwen3.5-0.8b", MK_WEIGHTS_FP8, 1.07, 18, 6, 0},
         {"kimi-linear-48b-a3b", MK_WEIGHTS_FP8, 3.60, 20, 0, 26},
         {"glm-4.7-flash", MK_WEIGHTS_FP8, 4.01, 0, 0, 46},
         {"glm-4.7-flash", MK_WEIGHTS_AUTO, 0, 0, 0, 46},
-        {"moonlight-16b-a3b", MK_WEIGHTS_FP8, 0, 0, 0, 26},
+        {"moonlight-16b-a3b", MK_WEIGHTS_FP8, 2.98, 0, 0, 26},
         {"moonlight-16b-a3b", MK_WEIGHTS_AUTO, 0, 0, 0, 26},
-        {"deepseek-v3", MK_WEIGHTS_AUTO, 0, 0, 0, 58},
+        {"deepseek-v3", MK_WEIGHTS_AUTO, 37.80, 0, 0, 58},
+        {"deepseek-r1", MK_WEIGHTS_AUTO, 37.80, 0, 0, 58},
+        {"deepseek-v3.1", MK_WEIGHTS_AUTO, 37.80, 0, 0, 58},
         {"kimi-k2-instruct", MK_WEIGHTS_AUTO, 0, 0, 0, 60},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) plan(&all[i]);
+    DIR *d = opendir(CONFIGS); /* no file lies there unplanned; glm-5.2-mla is a preset */
+    assert_non_null(d);
+    for (struct dirent *e; (e = readdir(d));) {
+        bool known = strchr(e->d_name, '.') == e->d_name || strncmp(e->d_name, "README", 6) == 0 || strncmp(e->d_name, "SHA256SUMS", 10) == 0 ||
+                     strcmp(e->d_name, "glm-5.2-mla") == 0;
+        for (size_t i = 0; !known && i < sizeof all / sizeof *all; i++) known = strcmp(all[i].name, e->d_name) == 0;
+        if (!known) fail_msg("%s%s is planned by no line of this test", CONFIGS, e->d_name);
+    }
+    closedir(d);
 }
 
 /* models.md section 2, column by column. */
@@ -101,7 +149,9 @@ static void bytes_of_a_token(void **state)
         {"qwen3-coder-next-fp8", 3.93, 156, 50, 805, 4.13},    {"qwen3.6-35b-a3b-fp8", 3.48, 130, 42, 671, 3.65},
         {"qwen3.5-122b-a10b-fp8", 9.82, 309, 50, 805, 10.18},  {"qwen3.5-397b-a17b-fp8", 17.50, 386, 63, 1007, 17.94},
         {"qwen3.5-27b-fp8", 26.92, 310, 134, 2147, 27.36},     {"qwen3.5-9b", 8.96, 104, 67, 1074, 9.13},
-        {"qwen3.5-4b", 4.84, 104, 67, 1074, 5.02},             {"qwen3.5-0.8b", 1.01, 40, 25, 403, 1.07},
+        {"qwen3.5-4b", 4.84, 104, 67, 1074, 5.02},             {"qwen3.5-2b", 2.39, 40, 25, 403, 2.46},
+        {"qwen3.5-0.8b", 1.01, 40, 25, 403, 1.07},             {"qwen3.5-35b-a3b", 3.48, 130, 42, 671, 3.65},
+        {"qwen3.6-27b", 26.92, 310, 134, 2147, 27.36},         {"qwen3.8-27b", 26.92, 310, 134, 2147, 27.36},
         {"kimi-linear-48b-a3b", 3.50, 88, 17, 264, 3.60},      {"glm-4.7-flash", 3.90, 0, 111, 1774, 4.01},
         {"moonlight-16b-a3b", 2.92, 0, 64, 1019, 2.98},        {"deepseek-v3", 37.66, 0, 144, 2303, 37.80},
     };
