@@ -572,7 +572,8 @@ static uint32_t most_workers(const char *family, uint32_t n)
 
 int main(int argc, char **argv)
 {
-    static const char *const families[] = {"kimi_linear", "deepseek_v3", "moonlight", "glm4_moe_lite", "llama", "qwen3_next", "qwen3_5_moe", "qwen3_5"};
+    static const char *const families[] = {"kimi_linear", "deepseek_v3", "moonlight", "glm4_moe_lite", "llama",
+                                           "qwen3_next", "qwen3_5_moe", "qwen3_5", "llama_128"};
     enum { FAMILIES = sizeof families / sizeof *families, TESTS = sizeof tests / sizeof *tests };
     const char *only = NULL;
     int c;
