@@ -199,7 +199,12 @@ static int read_any(mk_cfg *c, mk_model *m, mk_err *err, int moe, int separate)
                           "architectures|output_attentions|output_hidden_states|return_dict|attn_implementation");
         read_text(&t, m, k, moe);
         mk_cfg_done(&t, c);
-        mk_cfg_ignore(c, "vision_config|image_token_id|video_token_id|vision_start_token_id|vision_end_token_id|language_model_only");
+        static const char *const media[] = {"image_token_id", "video_token_id"};
+        for (size_t i = 0; i < sizeof media / sizeof *media; i++) {
+            uint32_t v = mk_cfg_int_or(c, media[i], 0, UINT32_MAX - 1, UINT32_MAX);
+            if (v != UINT32_MAX) m->media[m->n_media++] = v;
+        }
+        mk_cfg_ignore(c, "vision_config|vision_start_token_id|vision_end_token_id|language_model_only");
     } else {
         m->tied = (uint8_t)mk_cfg_bool_or(c, "tie_word_embeddings", 0);
         read_text(c, m, k, moe);

@@ -90,6 +90,7 @@ int mk_engine_open(const mk_engine_config *cfg, mk_engine **out, mk_err *err)
     mk_machine_limits limits;
     int rc = cfg->gpu ? mk_machine_gpu_limits(&limits, err) : MK_OK;
     if (!rc) rc = cfg->preset ? mk_preset_model(cfg->preset, &e->model, err) : mk_model_read(cfg->dir, &e->model, err);
+    if (!rc && cfg->synthetic) e->model->n_media = 0; /* a benchmark's random ids are no pictures */
     if (!rc && !cfg->synthetic) rc = mk_checkpoint_open(cfg->dir, &e->ck, err);
     if (!rc) e->model->lm_head_mode = (uint8_t)cfg->lm_head;
     if (!rc) rc = mk_model_resolve(e->model, e->ck, cfg->weights, err);

@@ -140,6 +140,7 @@ typedef struct mk_model {
     uint32_t skipped_tensors[4]; /* how many there were: mk_model_resolve */
     /* defaults of requests, from generation_config.json over config.json; n_stop <= MK_MAX_STOP */
     uint32_t bos, pad;
+    uint32_t n_media, media[2]; /* ids that stand for an image or a video: refused in a prompt, only text is read */
     uint32_t n_stop, stop[16];
     float temperature, top_p, min_p;
     uint32_t top_k;

@@ -250,9 +250,14 @@ int mk_streams_append(mk_streams *s, uint64_t owner, uint64_t id, const uint32_t
     if (n > t->context - t->len)
         return refuse(s, mk_fail(err, MK_E_WIRE, "append of %u tokens to a stream of %u goes over its context budget of %u", n, t->len,
                                  t->context));
-    for (uint32_t i = 0; i < n; i++)
+    const mk_model *m = mk_engine_model(s->e);
+    for (uint32_t i = 0; i < n; i++) {
         if (tokens[i] >= s->vocab)
             return refuse(s, mk_fail(err, MK_E_WIRE, "token %u of the append is %u, outside the vocabulary of %u", i, tokens[i], s->vocab));
+        for (uint32_t k = 0; k < m->n_media; k++)
+            if (tokens[i] == m->media[k])
+                return refuse(s, mk_fail(err, MK_E_WIRE, "token %u of the append is %u, which stands for an image or a video: only text is supported", i, tokens[i]));
+    }
     if (!running(t)) set_cancel(s, t, 0);
     memcpy(mk_engine_tokens(s->e, (uint32_t)(t - s->st)) + t->len, tokens, (size_t)n * sizeof *tokens);
     request r = {.tag = s->next_tag++, .user = tag, .begin = t->len};

@@ -179,6 +179,10 @@ static void test_append_checks(void **state)
     uint32_t bad[3] = {1, 2, VOCAB};
     assert_int_equal(mk_streams_append(g.s, 1, id, bad, 3, 0, 0, &g.err), MK_E_WIRE);
     assert_msg(&g, "token 2 of the append is 1000");
+    g.e->model.n_media = 2, g.e->model.media[0] = 1, g.e->model.media[1] = 2; /* image_token_id, video_token_id */
+    assert_int_equal(mk_streams_append(g.s, 1, id, (uint32_t[]){3, 2}, 2, 0, 0, &g.err), MK_E_WIRE);
+    assert_msg(&g, "token 1 of the append is 2, which stands for an image or a video: only text is supported");
+    g.e->model.n_media = 0;
     assert_int_equal(append(&g, 1, id, 0, 0), MK_E_WIRE);
     assert_int_equal(append(&g, 2, id, 1, 0), MK_E_WIRE);
     assert_msg(&g, "belongs to another client");
