@@ -121,7 +121,10 @@ typedef struct mk_arch {
     const mk_alias *alias; /* ends with {NULL, NULL} */
 } mk_arch;
 
-extern const mk_arch mk_arch_kimi_linear, mk_arch_deepseek_v3, mk_arch_glm4_moe_lite, mk_arch_llama;
-extern const mk_arch mk_arch_qwen3_next, mk_arch_qwen3_5_moe, mk_arch_qwen3_5_moe_vl, mk_arch_qwen3_5, mk_arch_qwen3_5_vl;
+/* Every architecture. A new one is a file arch_<family>.c that defines it, and its name here. */
+#define MK_ARCHS(X) X(kimi_linear) X(deepseek_v3) X(glm4_moe_lite) X(llama) X(qwen3_next) X(qwen3_5_moe) X(qwen3_5_moe_vl) X(qwen3_5) X(qwen3_5_vl)
+#define X(name) extern const mk_arch mk_arch_##name;
+MK_ARCHS(X)
+#undef X
 
 #endif

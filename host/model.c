@@ -13,8 +13,11 @@
 #include "host/quant.h"
 #include "megakernel/rings.h"
 
-static const mk_arch *const archs[] = {&mk_arch_kimi_linear, &mk_arch_deepseek_v3, &mk_arch_glm4_moe_lite, &mk_arch_llama,
-                                      &mk_arch_qwen3_next, &mk_arch_qwen3_5_moe, &mk_arch_qwen3_5_moe_vl, &mk_arch_qwen3_5, &mk_arch_qwen3_5_vl};
+static const mk_arch *const archs[] = {
+#define X(name) &mk_arch_##name,
+    MK_ARCHS(X)
+#undef X
+};
 #define N_ARCHS (sizeof archs / sizeof *archs)
 
 static const mk_arch *find_arch(const char *name)
