@@ -221,7 +221,22 @@ MK_DEV mk_sched *mk_schedule_rehearsal(mk_rehearsal *r, uint32_t lane)
         r->entry[1].slot = 1;
         r->entry[1].arg0 = r->entry[1].append.n = 4;
     }
+    __syncwarp();
     return &r->s;
+}
+
+/* The short way (megakernel/schedule.h), by one warp, a lane a row: publishes the step that entry e makes of an idle machine. False: it is none of the easy ones. The
+ * entry is still to be taken; the step's descriptor is whole, here as well. */
+MK_DEV bool mk_schedule_short(mk_sched *s, const mk_submit *e, uint4 *ring, uint32_t lane)
+{
+    mk_row row;
+    const uint32_t n = mk_sched_short(s->st, s->n_slots, e, lane, &row);
+    if (!n) return false;
+    if (lane < n) s->next.row[lane] = row;
+    if (lane == MK_MAX_ROWS) mk_sched_short_step(s, e, n);
+    __syncwarp();
+    mk_step_publish(&s->next, ring, lane);
+    return true;
 }
 
 /* Composes and publishes the next step, waiting for the host as long as there is nothing to do. By one warp; go (lane 0): not aborted. */
@@ -235,13 +250,19 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go)
     if (!__shfl_sync(0xffffffffu, go, 0)) return;
     enum { AT_ONCE, REHEARSE, TAKE_OVER, WAIT };
     mk_looker l = mk_looker_new(a, own);
+    bool idle = false;
     for (uint32_t pass = AT_ONCE;; pass += pass < WAIT) {
         mk_sched *s = own;
+        const mk_submit *e = MK_NEAR ? &sh->near_entry : 0;
 #ifdef MK_PHASED /* there is no courier, and no rehearsal */
         if (pass == AT_ONCE) mk_look(&l, 0, lane);
         if (pass == REHEARSE) pass = WAIT;
 #else
-        if (pass == REHEARSE) s = mk_schedule_rehearsal((mk_rehearsal *)sh->staging, lane);
+        if (pass == REHEARSE) {
+            s = mk_schedule_rehearsal((mk_rehearsal *)sh->staging, lane);
+            e = ((mk_rehearsal *)sh->staging)->entry;
+            idle = true;
+        }
         if (pass == TAKE_OVER && !mk_bus_take(sh, lane)) return;
         if (pass == AT_ONCE || pass == TAKE_OVER) {
             l.seen = mk_flag_get(&sh->submitted);
@@ -249,29 +270,39 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go)
             mk_fence_cta();
         }
 #endif
+        const uint32_t seen = l.seen;
         while (pass == WAIT && !mk_look(&l, MK_NEAR ? &sh->near_entry : 0, lane)) {
             if (l.aborted) return;
             if (lane == 0 && !(++sh->idle & 255u)) beat[MK_BEAT_IDLE] = sh->idle;
         }
         __syncwarp();
+        uint4 *ring = a->step_ring + (pass == REHEARSE ? MK_STEP_RING : s->step % MK_STEP_RING) * MK_STEP_PACKETS;
+        const bool easy = MK_NEAR && idle && (pass == REHEARSE || l.seen != seen) && mk_schedule_short(s, e, ring, lane);
+        idle = false;
         if (lane == 0) {
             if (pass != REHEARSE) {
                 s->submitted = l.seen;
                 s->taken = l.taken;
             }
-            mk_sched_compose(s, mk_now());
+            if (easy) mk_sched_take(s, 1, mk_now());
+            if (!easy || pass == REHEARSE) mk_sched_compose(s, mk_now());
             if (s->hang == MK_HANG_ERROR) asm volatile("st.global.u32 [%0], 0;" ::"l"(16ull) : "memory");
             while (s->hang == MK_HANG_IDLE && !mk_load_relaxed(a->abort)) {}
         }
         __syncwarp();
-        if (!s->next.nrows && !s->stop) continue;
-        if (s->stop && lane == 0) {
-            s->next.nrows = 0;
-            s->next.seq = s->step;
+        if (!s->next.nrows && !s->stop) {
+            idle = mk_sched_idle(s);
+            continue;
         }
-        mk_sched_look_up(s, lane, 32);
-        __syncwarp();
-        mk_step_publish(&s->next, a->step_ring + (pass == REHEARSE ? MK_STEP_RING : s->next.seq % MK_STEP_RING) * MK_STEP_PACKETS, lane);
+        if (!easy || pass == REHEARSE) {
+            if (s->stop && lane == 0) {
+                s->next.nrows = 0;
+                s->next.seq = s->step;
+            }
+            mk_sched_look_up(s, lane, 32);
+            __syncwarp();
+            mk_step_publish(&s->next, ring, lane);
+        }
         if (pass == REHEARSE) continue;
         if (lane) return;
         mk_flag_set(&sh->published, s->next.seq + 1);

@@ -318,7 +318,16 @@ MK_SCHED_FN uint32_t mk_sched_append(mk_sched *s, const mk_submit *e, uint64_t n
     return 1;
 }
 
-MK_SCHED_FN void mk_sched_generate(mk_sched *s, const mk_submit *e, uint64_t now)
+/* Sampling parameters go where SAMPLE looks, before a step of their generation is published. */
+MK_SCHED_FN void mk_sched_sampling(mk_sched *s, const mk_submit *e)
+{
+    if (!s->sampling || !(e->generate.sampling.temperature > 0.0f)) return;
+    s->sampling[e->slot] = e->generate.sampling;
+    mk_sched_release();
+}
+
+/* told: mk_sched_sampling has been called. */
+MK_SCHED_FN void mk_sched_generate(mk_sched *s, const mk_submit *e, uint32_t told, uint64_t now)
 {
     const uint32_t i = e->slot, left = e->arg0, tag = e->tag, n_stop = e->generate.n_stop, greedy = !(e->generate.sampling.temperature > 0.0f);
     const uint64_t credits = e->generate.credits;
@@ -334,10 +343,7 @@ MK_SCHED_FN void mk_sched_generate(mk_sched *s, const mk_submit *e, uint64_t now
     t->n_stop = n_stop;
     MK_SCHED_LOOP
     for (uint32_t k = 0; k < n_stop; k++) s->rest[i].stop[k] = e->generate.stop[k];
-    if (!greedy && s->sampling) {
-        s->sampling[i] = e->generate.sampling;
-        mk_sched_release();
-    }
+    if (!told) mk_sched_sampling(s, e);
     if (reason) mk_sched_done(s, i, reason, now);
 }
 
@@ -380,8 +386,8 @@ MK_SCHED_CALL uint32_t mk_sched_take_other(mk_sched *s, const mk_submit *e, uint
     return 1;
 }
 
-/* Takes the next entry of the submit ring; returns 0 when it has to wait. One for a stream that is gone is taken and forgotten. */
-MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
+/* Takes the next entry of the submit ring; returns 0 when it has to wait. One for a stream that is gone is taken and forgotten. told: mk_sched_generate. */
+MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint32_t told, uint64_t now)
 {
     const uint32_t next = s->submit_next;
     const mk_submit *e = &s->submit[next % MK_SUBMIT_RING];
@@ -390,7 +396,7 @@ MK_SCHED_FN uint32_t mk_sched_take(mk_sched *s, uint64_t now)
 #endif
     const uint32_t i = e->slot, there = i < s->n_slots && s->st[i].open && s->st[i].generation == e->generation;
     if (e->op == MK_SUB_GENERATE) {
-        if (there) mk_sched_generate(s, e, now);
+        if (there) mk_sched_generate(s, e, told, now);
     } else if (!mk_sched_take_other(s, e, there, now)) {
         return 0;
     }
@@ -473,11 +479,59 @@ MK_SCHED_FN void mk_sched_look_up(mk_sched *s, uint32_t lane, uint32_t lanes)
     }
 }
 
-/* Composes the next step into s->next; nrows = 0 when there is nothing to do (s->stop: leave). Every row may yield up to
- * 2 + MK_MAX_APPENDS events, every control entry as many: room is reserved before anything is published. */
+/* Events that a row or an entry may yield. */
+#define MK_SCHED_EVENTS (2 + MK_MAX_APPENDS)
+
+/* The short way: from an idle machine to a step in few instructions. A step costs the device nothing until it is published, and then everybody waits for it. The
+ * last compose has left nothing to do for want of anything but entries, so no stream has a row to come: the next entry, by itself, decides what the step is. */
+MK_SCHED_FN uint32_t mk_sched_idle(const mk_sched *s)
+{
+    return !s->next.nrows && !s->stop && !s->stalled && !s->hang && s->submitted == s->submit_next && (!s->trace_steps || s->trace_at < s->trace_steps) &&
+           mk_sched_event_room(s) >= MK_MAX_ROWS * MK_SCHED_EVENTS;
+}
+
+/* How many rows the step has that comes of an idle machine and entry e, and row k of it: the same as mk_sched_compose() would give. 0: that one has to be asked. The
+ * easy entries are a generation and an append of a stream that has neither, when all tokens are at hand. Nothing is changed: mk_sched_short_step() completes the step
+ * with these rows, and the entry is still to be taken (told). */
+MK_SCHED_FN uint32_t mk_sched_short(const mk_sched_slot *st, uint32_t n_slots, const mk_submit *e, uint32_t k, mk_row *row)
+{
+    const uint32_t i = e->slot, op = e->op, n = e->arg0, there = i < n_slots;
+    const mk_sched_slot *t = &st[there ? i : 0];
+    const uint32_t pos = t->pos, len = t->len, held = len != 0; /* held: its last token is pending, row 0 */
+    const uint32_t known = pos == t->last_pos ? 1 : pos == t->end_pos, along = n < MK_SUBMIT_TOKENS ? n : MK_SUBMIT_TOKENS;
+    const uint32_t makes = there & (t->open != 0) & (t->generation == e->generation) & !t->pin & !t->gen & !t->n_append & (len == pos + held) & (known | !held) & (n != 0);
+    uint32_t flags = pos + k == 0 ? MK_ROW_FIRST : 0, rows = 0;
+    if (op == MK_SUB_GENERATE) {
+        rows = makes & held & (len < t->context) & (t->published < e->generate.credits);
+        flags |= MK_ROW_LOGITS | MK_ROW_SAMPLE | (e->generate.sampling.temperature > 0.0f ? 0 : MK_ROW_GREEDY);
+    } else if (op == MK_SUB_APPEND) {
+        rows = makes && e->append.n == along && !(e->arg1 & MK_APPEND_LOGPROBS) ? n - 1 + held : 0;
+        rows = rows < MK_MAX_ROWS ? rows : MK_MAX_ROWS;
+    }
+    row->slot = i;
+    row->token = k || !held ? e->append.token[(k - held) % MK_SUBMIT_TOKENS] : pos == t->last_pos ? t->last : t->end;
+    row->pos = pos + k;
+    row->flags = flags;
+    row->state_read = row->state_write = t->state_slot;
+    row->target = row->pad = 0;
+    return rows;
+}
+MK_SCHED_FN void mk_sched_short_step(mk_sched *s, const mk_submit *e, uint32_t rows)
+{
+    const uint32_t generates = e->op == MK_SUB_GENERATE;
+    mk_step *d = &s->next;
+    d->seq = s->step;
+    d->nrows = rows;
+    d->any_logits = generates;
+    d->trace = s->trace_at < s->trace_steps ? s->trace_tag << 16 | ++s->trace_at : 0;
+    d->hang = 0;
+    if (generates) mk_sched_sampling(s, e);
+}
+
+/* Composes the next step into s->next; nrows = 0 when there is nothing to do (s->stop: leave). Room for events is reserved before anything is published. */
 MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
 {
-    const uint32_t per = 2 + MK_MAX_APPENDS;
+    const uint32_t per = MK_SCHED_EVENTS;
     mk_step *d = &s->next;
     d->nrows = 0;
     d->any_logits = 0;
@@ -496,7 +550,7 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
             s->stalled = 1;
             return;
         }
-        if (!mk_sched_take(s, now)) break;
+        if (!mk_sched_take(s, 0, now)) break;
     }
 #ifndef __CUDA_ARCH__
     mk_sched_look_words(s);

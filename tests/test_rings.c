@@ -346,17 +346,17 @@ static void entry_clears_cancel(void **state)
     g->st[0].cancel = 1; /* as of before */
     generate(0, 4);
     mk_sched_look(&g->s);
-    assert_true(mk_sched_take(&g->s, 0));
+    assert_true(mk_sched_take(&g->s, 0, 0));
     assert_int_equal(g->st[0].cancel, 0);
     g->st[0].cancel = 1;
     append(0, (uint32_t[]){1}, 1, 1); /* nobody appends now; the rule is the same */
     mk_sched_look(&g->s);
-    assert_true(mk_sched_take(&g->s, 0));
+    assert_true(mk_sched_take(&g->s, 0, 0));
     assert_int_equal(g->st[0].cancel, 0);
     g->st[0].cancel = 1;
     open_slot(0);
     mk_sched_look(&g->s);
-    assert_true(mk_sched_take(&g->s, 0));
+    assert_true(mk_sched_take(&g->s, 0, 0));
     assert_int_equal(g->st[0].cancel, 0);
     append(0, (uint32_t[]){1, 2}, 2, 1);
     generate(0, 4);
@@ -410,10 +410,103 @@ static void full_event_ring(void **state)
     ROWS(5);
 }
 
+/* ---- the short way -------------------------------------------------------------------------------------------------- */
+
+static uint32_t rnd(uint32_t n) { return (uint32_t)rand() % n; }
+
+/* What a host may say of slot i, likely and unlikely. */
+static void put_any(uint32_t i)
+{
+    mk_submit e = {.slot = (uint16_t)i, .generation = rnd(12) ? 1 : 2, .tag = rnd(1000)};
+    mk_slot *s = &g->slot[i];
+    const uint64_t credits = s->credits;
+    uint32_t t[20];
+    *s = (mk_slot){.generation = 1, .credits = rnd(4) ? ~0ull : rnd(6), .context = rnd(3) ? CONTEXT : 1 + rnd(12), .state_slot = i + 10, .n_stop = rnd(3),
+                   .sampling = {.temperature = rnd(2) ? 0.7f : 0, .seed = rnd(100)}, .stop = {rnd(100), rnd(100)}};
+    if (!rnd(6)) s->pin = 1 + rnd(9), s->pin_rows = 1 + rnd(3), s->pin_vocab = 100;
+    const uint32_t what = g->st[i].open ? rnd(16) : 0;
+    if (what == 0) {
+        e.op = MK_SUB_OPEN;
+        e.generation = 1;
+    } else if (what < 8) {
+        e.op = MK_SUB_APPEND;
+        e.arg0 = rnd(13);
+        e.arg1 = rnd(6) ? 0 : MK_APPEND_LOGPROBS;
+        for (uint32_t k = 0; k < e.arg0; k++) t[k] = 1000 + rnd(1000);
+        if (rnd(6)) mk_submit_tokens(&e, t);
+    } else if (what < 14) {
+        e.op = MK_SUB_GENERATE;
+        e.arg0 = rnd(5);
+    } else if (what == 14) {
+        e.op = MK_SUB_CLOSE;
+    } else {
+        e.op = MK_SUB_TRACE;
+        e.arg0 = rnd(4);
+        e.arg1 = 1 + rnd(9);
+    }
+    if (e.op != MK_SUB_OPEN && e.op != MK_SUB_GENERATE) s->credits = credits; /* a look that finds an entry takes nothing else: new ones are seen later */
+    mk_submit_complete(&e, g->slot, SLOTS);
+    mk_submit_put(g->submit, &e, ++g->put);
+}
+
+/* An entry that an idle machine finds: what the device makes of it in few instructions is what composing makes of it, step and all that is known afterwards. */
+static void short_way(void **state)
+{
+    (void)state;
+    static mk_sampling sampling[SLOTS], told[SLOTS];
+    struct { mk_sched s; mk_sched_slot st[SLOTS]; mk_sched_rest rest[SLOTS]; uint32_t active[SLOTS]; } was, is;
+    uint32_t easy[2] = {0, 0}, many = 0, first = 0, traced = 0;
+#define COPY(to, from) (memcpy(&(to)->s, &(from)->s, sizeof (to)->s), memcpy((to)->st, (from)->st, sizeof (to)->st), memcpy((to)->rest, (from)->rest, sizeof (to)->rest), memcpy((to)->active, (from)->active, sizeof (to)->active))
+    memset(&was, 0, sizeof was);
+    memset(&is, 0, sizeof is);
+    g->s.sampling = sampling;
+    srand(5);
+    compose();
+    for (uint32_t round = 0; round < 40000; round++) {
+        if (rnd(3)) g->read = g->s.event_next;
+        if (!mk_sched_idle(&g->s)) {
+            for (uint32_t i = 0; i < SLOTS; i++) g->slot[i].credits = rnd(2) ? ~0ull : 0;
+            if (g->s.next.nrows) finish(rnd(100));
+            compose();
+            continue;
+        }
+        put_any(rnd(SLOTS));
+        mk_sched_look(&g->s);
+        const mk_submit *e = &g->submit[(g->put - 1) % MK_SUBMIT_RING];
+        mk_row row[MK_MAX_ROWS];
+        uint32_t rows = 0;
+        for (uint32_t k = 0; k < MK_MAX_ROWS; k++) rows = mk_sched_short(g->st, SLOTS, e, k, &row[k]);
+        if (!rows) {
+            compose();
+            continue;
+        }
+        COPY(&was, g);
+        mk_sched_short_step(&g->s, e, rows);
+        memcpy(g->s.next.row, row, rows * sizeof *row);
+        memcpy(told, sampling, sizeof told);
+        assert_true(mk_sched_take(&g->s, 1, 0));
+        COPY(&is, g);
+        COPY(g, &was);
+        memset(&sampling[e->slot], 0, sizeof *sampling);
+        compose();
+        if (e->op == MK_SUB_GENERATE && e->generate.sampling.temperature > 0) assert_memory_equal(&told[e->slot], &sampling[e->slot], sizeof *told);
+        assert_int_equal(g->s.next.nrows, rows);
+        assert_memory_equal(&is.s, &g->s, sizeof is.s);
+        assert_memory_equal(is.st, g->st, sizeof is.st);
+        assert_memory_equal(is.rest, g->rest, sizeof is.rest);
+        easy[e->op == MK_SUB_GENERATE]++;
+        many += rows == MK_MAX_ROWS;
+        first += (row[0].flags & MK_ROW_FIRST) != 0;
+        traced += g->s.next.trace != 0;
+    }
+#undef COPY
+    assert_true(easy[0] > 1000 && easy[1] > 500 && many > 100 && first > 100 && traced > 100);
+}
+
 int main(void)
 {
 #define T(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
     const struct CMUnitTest tests[] = {T(packed), T(completed), T(event_packets), T(tokens_ride), T(long_append), T(appends_queue), T(targets), T(pinned),
-                                       T(cancelled_append), T(cancelled_then_generated), T(entry_clears_cancel), T(credits), T(full_event_ring)};
+                                       T(cancelled_append), T(cancelled_then_generated), T(entry_clears_cancel), T(credits), T(full_event_ring), T(short_way)};
     return cmocka_run_group_tests_name("rings", tests, NULL, NULL);
 }
