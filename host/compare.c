@@ -81,17 +81,13 @@ void mk_pieces(const mk_program *p, const mk_memory *m, const mk_step *step, con
     uint64_t local = v ? worker * p->info.local_bytes + v->offset : 0, state = r->state_write * p->info.state_slot_bytes;
     mk_piece pc = {.kind = MK_PC_F32, .region = LOCAL, .what = "local result"};
     switch (in->opcode) {
-    case MK_OP_CONV_STEP: {
-        uint32_t n = 2u * in->conv.dk + in->conv.dv, ring = in->conv.taps - 1u;
-        pc.off = local + (uint64_t)row * n * 4, pc.n = n, pc.bytes = n * 4ull;
-        f(arg, &pc);
-        f(arg, &(mk_piece){.kind = MK_PC_F32, .region = STATE, .off = state + in->conv.state_off, .bytes = (uint64_t)ring * n * 4, .n = ring * n,
-                           .what = "convolution state"});
-        return;
-    }
     case MK_OP_DELTA_STEP: {
-        uint32_t n = (uint32_t)in->delta.dk * in->delta.dv;
-        f(arg, &(mk_piece){.kind = MK_PC_F32, .region = STATE, .off = state + in->delta.state_off, .bytes = n * 4ull, .n = n, .what = "state"});
+        const mk_delta *d = &in->delta;
+        uint32_t n = mk_delta_channels(d) * d->taps;
+        state += d->state_off;
+        f(arg, &(mk_piece){.kind = MK_PC_F32, .region = STATE, .off = state, .bytes = n * 4ull, .n = n, .what = "convolution state"});
+        f(arg, &(mk_piece){.kind = MK_PC_F32, .region = STATE, .off = state + mk_delta_matrix_at(d), .bytes = (uint64_t)d->dk * d->dv * 4,
+                           .n = (uint32_t)d->dk * d->dv, .what = "state"});
         break;
     }
     case MK_OP_KV_APPEND: {
@@ -489,7 +485,7 @@ void mk_state_turn(const mk_program *p, mk_memory *m, int to_kernel)
         if (p->insn[k].opcode != MK_OP_DELTA_STEP || d->dk > 256 || d->dv > 256) continue;
         uint32_t rows = to_kernel ? d->dk : d->dv, cols = to_kernel ? d->dv : d->dk;
         for (uint32_t s = 0; s < p->info.state_slots; s++) {
-            float *x = (float *)(m->state + s * p->info.state_slot_bytes + d->state_off);
+            float *x = (float *)(m->state + s * p->info.state_slot_bytes + d->state_off + mk_delta_matrix_at(d));
             for (uint32_t i = 0; i < rows; i++)
                 for (uint32_t j = 0; j < cols; j++) tmp[j * rows + i] = x[i * cols + j];
             memcpy(x, tmp, (size_t)rows * cols * sizeof *x);
@@ -500,7 +496,7 @@ void mk_state_turn(const mk_program *p, mk_memory *m, int to_kernel)
 /* ---- the twin, driven by hand --------------------------------------------------------------------------------------- */
 
 static void (*const dispatch[MK_OP_COUNT])(mk_ctx *) = {
-#define X(NAME, name, text) [MK_OP_##NAME] = mk_##name##_twin,
+#define X(number, NAME, name, text) [MK_OP_##NAME] = mk_##name##_twin,
     MK_OPCODES(X)
 #undef X
 };

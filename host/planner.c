@@ -414,6 +414,11 @@ uint32_t mk_param(mk_builder *b, const mk_par *par, uint32_t src, uint32_t n)
     return off;
 }
 
+void mk_param_align(mk_builder *b, uint32_t floats)
+{
+    b->param = (b->param + floats - 1) / floats * floats;
+}
+
 uint32_t mk_param_values(mk_builder *b, const float *values, uint32_t n)
 {
     uint32_t off = (uint32_t)b->param;

@@ -1,7 +1,7 @@
 /* Layers of the gated delta rule.
  *
- *   KDA   [low: f_a g_a b | q k v] -> fz: f_b g_b -> CONV, DELTA per head and value slice -> o (+ h)
- *   GDN   [low: b | fz: a z | q k v] -> CONV, DELTA per head and value slice -> o (+ h)
+ *   KDA   [low: f_a g_a b | q k v] -> fz: f_b g_b -> DELTA per head and value slice -> o (+ h)
+ *   GDN   [low: b | fz: a z | q k v] -> DELTA per head and value slice -> o (+ h)
  */
 #include "host/planner_internal.h"
 
@@ -75,7 +75,7 @@ void mk_plan_delta(mk_builder *b, mk_roles *R, uint32_t layer)
 {
     const mk_layer *L = &b->m->layer[layer];
     const mk_delta_mixer *d = &L->delta;
-    uint32_t W = b->cfg->workers, esize = 4, vs = mk_item_slices(d->heads, d->dv, W), items = d->heads * vs, dv = d->dv / vs;
+    uint32_t W = b->cfg->workers, vs = mk_item_slices(d->heads, d->dv, W), items = d->heads * vs, dv = d->dv / vs;
     int low_rank = d->f_a.source != MK_SRC_NONE;
     if (R->have_delta && !mk_same_shape(b, "delta", layer,
                                      R->delta->heads == d->heads && R->delta->dk == d->dk && R->delta->dv == d->dv &&
@@ -88,7 +88,6 @@ void mk_plan_delta(mk_builder *b, mk_roles *R, uint32_t layer)
     if (!R->have_delta) {
         R->have_delta = 1;
         R->delta = d;
-        R->conv = mk_vec_local(b, "conv", MK_MAX_ROWS * (2 * d->dk + dv) * esize);
         uint32_t *st = calloc(items + 1, sizeof *st);
         for (uint32_t i = 0; st && i <= items; i++) st[i] = i * dv;
         if (st) R->o = mk_vec_packet(b, "o", mk_act(b), 1, 0, st, items);
@@ -96,51 +95,39 @@ void mk_plan_delta(mk_builder *b, mk_roles *R, uint32_t layer)
         free(st);
     }
 
-    /* One item = one head and dv of its value channels: projection slices, convolution and state meet on one worker. */
+    /* One item = one head and dv of its value channels: convolution and state of it live on one worker. */
     mk_phase_begin(b);
     uint32_t decays = d->decay == MK_DECAY_HEAD ? 1 : d->dk, o_pub = mk_pub(b, R->o);
-    uint32_t conv_pub = mk_pub(b, R->conv); /* LOCAL: rewritten by every item of the layer, in program order */
-    uint64_t conv_bytes = ((uint64_t)(d->taps - 1) * (2 * d->dk + dv) * 4 + 127) & ~127ull, s_bytes = (uint64_t)d->dk * dv * 4;
     for (uint32_t i = 0; i < items; i++) {
         uint32_t w = mk_start(i, W, items), head = i / vs, v0 = i % vs * dv;
         uint32_t kh = head / (d->heads / d->k_heads), D = d->q.n;
-        mk_insn *in = mk_emit(b, w, MK_OP_CONV_STEP, layer);
-        mk_conv *c = &in->conv;
-        c->q_off = kh * d->dk;
-        c->k_off = D + kh * d->dk;
-        c->v_off = 2 * D + head * d->dv + v0;
-        c->dk = (uint16_t)d->dk;
-        c->dv = (uint16_t)dv;
-        c->taps = (uint16_t)d->taps;
-        c->param_off = mk_param(b, &d->conv_q, (d->conv_at[0] + kh * d->dk) * d->taps, d->dk * d->taps);
-        mk_param(b, &d->conv_k, (d->conv_at[1] + kh * d->dk) * d->taps, d->dk * d->taps);
-        mk_param(b, &d->conv_v, (d->conv_at[2] + head * d->dv + v0) * d->taps, dv * d->taps);
-        c->state_off = b->state;
-        b->state += conv_bytes;
-        mk_wait_values(b, in, R->qkv, p.qkv_pub, c->q_off, d->dk);
-        mk_wait_values(b, in, R->qkv, p.qkv_pub, c->k_off, d->dk);
-        mk_wait_values(b, in, R->qkv, p.qkv_pub, c->v_off, dv);
-        mk_signal(in, R->conv, conv_pub, 0);
-
-        in = mk_emit(b, w, MK_OP_DELTA_STEP, layer);
+        mk_insn *in = mk_emit(b, w, MK_OP_DELTA_STEP, layer);
         mk_delta *e = &in->delta;
         e->dk = (uint16_t)d->dk;
         e->dv = (uint16_t)dv;
+        e->taps = (uint16_t)d->taps;
         e->decay = d->decay;
         e->gate = d->gate;
+        e->q_off = kh * d->dk;
+        e->k_off = D + kh * d->dk;
+        e->v_off = 2 * D + head * d->dv + v0;
         e->f_off = p.f0 + head * decays;
         e->z_off = p.z0 + head * d->dv + v0;
         e->b_off = p.b0 + head;
-        e->param_off = mk_param(b, &d->a_log, head, 1);
+        mk_param_align(b, 4); /* a channel's taps are one load */
+        e->param_off = mk_param(b, &d->conv_q, (d->conv_at[0] + kh * d->dk) * d->taps, d->dk * d->taps);
+        mk_param(b, &d->conv_k, (d->conv_at[1] + kh * d->dk) * d->taps, d->dk * d->taps);
+        mk_param(b, &d->conv_v, (d->conv_at[2] + head * d->dv + v0) * d->taps, dv * d->taps);
+        mk_param(b, &d->a_log, head, 1);
         mk_param(b, &d->dt_bias, head * decays, decays);
         mk_param(b, &d->o_norm, v0, dv);
         e->state_off = b->state;
-        b->state += s_bytes;
-        mk_wait_all(b, in, R->conv, conv_pub);
+        b->state += (mk_delta_state_bytes(e) + 127) & ~127ull;
+        mk_wait_values(b, in, R->qkv, p.qkv_pub, e->q_off, e->v_off + dv - e->q_off);
         mk_wait_values(b, in, R->fz, p.fz_pub, e->f_off, e->z_off + dv - e->f_off);
         mk_wait_values(b, in, R->low, p.low_pub, e->b_off, 1);
         mk_signal(in, R->o, o_pub, i);
-        b->load[w] += 2 * s_bytes + conv_bytes;
+        b->load[w] += mk_delta_state_bytes(e) + (uint64_t)d->dk * dv * 4;
     }
     mk_phase_end(b, "delta", layer,
                  items % W ? "heads x value slices do not divide by the workers; a finer cut repeats q, k and decay of the head" : NULL);

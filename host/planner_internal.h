@@ -82,6 +82,7 @@ void mk_signal(mk_insn *in, uint32_t vec, uint32_t pub, uint32_t slice);
 
 /* Parameters: offset in floats; the same parameter is packed once. */
 uint32_t mk_param(mk_builder *b, const mk_par *par, uint32_t src, uint32_t n);
+void mk_param_align(mk_builder *b, uint32_t floats); /* the next parameters begin at a multiple of so many */
 uint32_t mk_param_values(mk_builder *b, const float *values, uint32_t n);
 void mk_pack_push(mk_builder *b, const mk_pack_item *it);
 
@@ -101,7 +102,7 @@ typedef struct mk_roles {
     uint32_t h, h_pub; /* the residual stream and its newest publication */
     uint32_t *h_cut;   /* [workers + 1] */
     uint32_t part_id, lat, v, qt, q, qa, kv, kvc;
-    uint32_t low, qkv, fz, conv, o;
+    uint32_t low, qkv, fz, o;
     uint32_t gqa_qkv, gqa_part, gqa_cache, gqa_o;
     uint32_t ffn, router, route, shared, shared_gate, acc, u;
     uint32_t *cut[3];   /* scratch: [0] three groups, [2] one */

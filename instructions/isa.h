@@ -23,26 +23,25 @@
 #define MK_MAX_UNION  (MK_MAX_ROWS * MK_MAX_TOPK)
 #define MK_MAX_EXPERT 1024
 
-/* X(NAME, name, what it does). The order is the encoding: append only. */
+/* X(number, NAME, name, what it does). A number is never used again: 2 was CONV_STEP, which DELTA_STEP does itself. */
 #define MK_OPCODES(X)                                                                                                  \
-    X(EMBED, embed, "rows of the embedding table -> slice of the residual stream")                                     \
-    X(GEMV, gemv, "matrix slice times gathered vector, with prologue and epilogue")                                    \
-    X(CONV_STEP, conv_step, "short causal convolution and silu on one head's q, k and v slice")                        \
-    X(DELTA_STEP, delta_step, "gated delta rule on one head and one slice of its value channels")                      \
-    X(KV_APPEND, kv_append, "latent norm, rotation, one row a token into the MLA cache")                               \
-    X(MLA_PARTIAL, mla_partial, "attention of all heads over one split of the latent cache")                           \
-    X(COMBINE, combine, "partials of one head in ascending split order -> latent output")                              \
-    X(ROUTE, route, "router logits -> chosen experts and weights, local to the worker")                                \
-    X(EXPERT_UP, expert_up, "silu(gate) * up of this worker's slices of the chosen experts")                           \
-    X(EXPERT_DOWN, expert_down, "down projections of the chosen experts, added in ascending id")                       \
-    X(LM_HEAD, lm_head, "logits of a vocabulary slice, their maximum and log-sum-exp")                                 \
-    X(SAMPLE, sample, "next token and logprob of every row that asked")                                                \
-    X(SCHEDULE, schedule, "stop ids, budgets, events; composes the next step")                                         \
-    X(GQA_APPEND, gqa_append, "key and value of one KV head, a token each, into the paged cache")                      \
-    X(GQA_PARTIAL, gqa_partial, "attention of the heads that share a KV head over one split of its cache")
+    X(0, EMBED, embed, "rows of the embedding table -> slice of the residual stream")                                  \
+    X(1, GEMV, gemv, "matrix slice times gathered vector, with prologue and epilogue")                                 \
+    X(3, DELTA_STEP, delta_step, "convolution, then gated delta rule: one head, one slice of its value channels")         \
+    X(4, KV_APPEND, kv_append, "latent norm, rotation, one row a token into the MLA cache")                            \
+    X(5, MLA_PARTIAL, mla_partial, "attention of all heads over one split of the latent cache")                        \
+    X(6, COMBINE, combine, "partials of one head in ascending split order -> latent output")                           \
+    X(7, ROUTE, route, "router logits -> chosen experts and weights, local to the worker")                             \
+    X(8, EXPERT_UP, expert_up, "silu(gate) * up of this worker's slices of the chosen experts")                        \
+    X(9, EXPERT_DOWN, expert_down, "down projections of the chosen experts, added in ascending id")                    \
+    X(10, LM_HEAD, lm_head, "logits of a vocabulary slice, their maximum and log-sum-exp")                             \
+    X(11, SAMPLE, sample, "next token and logprob of every row that asked")                                            \
+    X(12, SCHEDULE, schedule, "stop ids, budgets, events; composes the next step")                                     \
+    X(13, GQA_APPEND, gqa_append, "key and value of one KV head, a token each, into the paged cache")                  \
+    X(14, GQA_PARTIAL, gqa_partial, "attention of the heads that share a KV head over one split of its cache")
 
 enum mk_opcode {
-#define X(NAME, name, text) MK_OP_##NAME,
+#define X(number, NAME, name, text) MK_OP_##NAME = number,
     MK_OPCODES(X)
 #undef X
     MK_OP_COUNT
@@ -155,36 +154,52 @@ typedef struct mk_embed {
     float scale;
 } mk_embed;
 
-/* Causal depthwise convolution, kernel `taps`, then silu, on dk q channels, dk k channels and dv v channels of one item.
- * wait[0..2]: the slices of "qkv" that hold the q, k and v channels. signal: LOCAL f32[rows][2*dk+dv] (q | k | v).
- * State per slot: f32[taps-1][2*dk+dv], raw inputs, entry (pos mod (taps-1)) is that of position pos.
- * Weights f32[2*dk+dv][taps] at param_off, tap order of the checkpoint (tap taps-1 is the current token). */
-typedef struct mk_conv {
-    uint32_t q_off, k_off, v_off; /* first value in the qkv vector */
-    uint16_t dk, dv, taps, pad;
-    uint32_t param_off;
-    uint32_t pad2;
-    uint64_t state_off; /* in the slot's state, bytes */
-} mk_conv;
-
 enum mk_gate { MK_GATE_SIGMOID = 0, MK_GATE_SILU = 1 };
 enum mk_decay { MK_DECAY_CHANNEL = 0 /* KDA: one g a key channel */, MK_DECAY_HEAD = 1 /* GDN: one g a head */ };
 
-/* One head, value channels [v0, v0+dv) of it; models.md 3.2:
+/* One item: one head, value channels [v0, v0+dv) of it; models.md 3.2. First a causal depthwise convolution of `taps` inputs, then silu, on the item's q, k
+ * and v channels; then
  *   x = f + dt_bias; g = -exp(A_log) softplus(x) (linear above 20); q,k <- l2norm (eps 1e-6 inside the root), q *= dk^-1/2
- *   S <- diag(e^g) S; m = k'S; d = sigmoid(b) (v - m); S += k d'; o = q'S;  publish o * o_norm * sigmoid(z), trailer sum(o^2)
- * wait[0]: LOCAL conv output; wait[1]: "fz" slices (f of the head's dk channels, z of the dv channels: two value offsets);
- * wait[2]: "low" (b). State f32[dk][dv] at state_off. */
+ *   S <- diag(e^g) S; m = k'S; d = sigmoid(b) (v - m); S += k d'; o = q'S;  publish o * o_norm * gate(z), trailer sum(o^2)
+ * wait[0]: "qkv": a range that holds the item's q, k and v. wait[1]: "fz": one that holds f (of the head's dk channels, or one) and z (of the dv channels).
+ * wait[2]: "low" (b). Of a range it looks at those slices alone that hold its values: nothing is known of the others (validate_order.c).
+ * Parameters f32 at param_off: the convolution's weights [2*dk+dv][taps], tap order of the checkpoint (tap taps-1 is the current token); A_log[1];
+ * dt_bias[dk] ([1] for MK_DECAY_HEAD); o_norm[dv].
+ * State f32 at state_off of the row's slot: the last `taps` raw inputs of every channel, oldest first, [2*dk+dv][taps]; from the next multiple of 128 bytes on
+ * the delta rule's [dk][dv]. */
 typedef struct mk_delta {
-    uint16_t dk, dv;
+    uint16_t dk, dv, taps;
     uint8_t decay; /* enum mk_decay */
     uint8_t gate;  /* enum mk_gate: what z goes through (KDA: sigmoid, GDN: silu) */
-    uint8_t pad[2];
-    uint32_t f_off, z_off;  /* values in wait[1]'s vector */
-    uint32_t b_off;         /* value in wait[2]'s vector */
-    uint32_t param_off;     /* f32: A_log[1], dt_bias[dk], o_norm[dv] */
-    uint64_t state_off;     /* in the slot's state, bytes */
+    uint32_t q_off, k_off, v_off; /* values in wait[0]'s vector */
+    uint32_t f_off, z_off;        /* values in wait[1]'s vector */
+    uint32_t b_off;               /* value in wait[2]'s vector */
+    uint32_t param_off;
+    uint32_t pad;
+    uint64_t state_off; /* in the slot's state, bytes */
 } mk_delta;
+MK_BOTH uint32_t mk_delta_channels(const mk_delta *d)
+{
+    return 2u * d->dk + d->dv;
+}
+/* Of the parameters: where A_log is, from param_off on. */
+MK_BOTH uint32_t mk_delta_rate_at(const mk_delta *d)
+{
+    return mk_delta_channels(d) * d->taps;
+}
+MK_BOTH uint32_t mk_delta_decays(const mk_delta *d)
+{
+    return d->decay == MK_DECAY_HEAD ? 1u : d->dk;
+}
+/* Of the state: where the delta rule's is, bytes from state_off on; and bytes of both. */
+MK_BOTH uint64_t mk_delta_matrix_at(const mk_delta *d)
+{
+    return ((uint64_t)mk_delta_channels(d) * d->taps * 4 + 127) & ~127ull;
+}
+MK_BOTH uint64_t mk_delta_state_bytes(const mk_delta *d)
+{
+    return mk_delta_matrix_at(d) + (uint64_t)d->dk * d->dv * 4;
+}
 
 /* MLA geometry, shared by the three attention opcodes. Cache row of a token: [c (latent, normalised) | k_pe], `latent + rope`
  * values of the program's activation type; page p of layer's pool at kv_off + p * MK_PAGE * row bytes. */
@@ -356,7 +371,6 @@ typedef struct mk_insn {
     union {
         mk_gemv gemv;
         mk_embed embed;
-        mk_conv conv;
         mk_delta delta;
         mk_mla mla;
         mk_gqa gqa;

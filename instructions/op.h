@@ -94,7 +94,7 @@ void mk_signal_bulk(const mk_ctx *c, uint32_t vec);
 /* Latent cache row of token `pos` of stream slot `slot` in the pool at kv_off; row_bytes each. */
 uint8_t *mk_kv_row(const mk_ctx *c, uint64_t kv_off, uint32_t slot, uint32_t pos, uint32_t row_bytes);
 
-#define X(NAME, name, text) void mk_##name##_twin(mk_ctx *c);
+#define X(number, NAME, name, text) void mk_##name##_twin(mk_ctx *c);
 MK_OPCODES(X)
 #undef X
 

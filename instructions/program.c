@@ -19,11 +19,11 @@ static_assert(sizeof(mk_program_info) == 152, "the header of a program file has 
 const char *mk_opcode_name(unsigned op)
 {
     static const char *const name[MK_OP_COUNT] = {
-#define X(NAME, lower, text) #NAME,
+#define X(number, NAME, lower, text) [number] = #NAME,
         MK_OPCODES(X)
 #undef X
     };
-    return op < MK_OP_COUNT ? name[op] : "?";
+    return op < MK_OP_COUNT && name[op] ? name[op] : "?";
 }
 
 void mk_program_destroy(mk_program **pp)

@@ -5,8 +5,7 @@
  *   LM_HEAD       rows x chunk(k)                             chunked: rows x n f32
  *   EXPERT_UP     rows x chunk(k)                             chunked: rows x 2 x longest slice f32
  *   EXPERT_DOWN   rows x chunk(k) of one expert               rows x n f32
- *   CONV_STEP     rows x (2 dk + dv) f32                      -
- *   DELTA_STEP    rows x (dk + dv + 1) f32                    the state, dk x dv f32
+ *   DELTA_STEP    rows x (3 dk + 2 dv + 1) f32                the state, dk x dv f32
  *   KV_APPEND     rows x (latent + rope) f32                  -
  *   MLA_PARTIAL   MK_HEAD_GROUP heads x (latent + rope)       the same heads x 128 tokens (sums are in registers)
  *   COMBINE       gate: rows x n f32                          rows x n f32, two f32 a split
@@ -60,10 +59,8 @@ static uint64_t staging(const mk_program *p, const mk_insn *in)
     case MK_OP_EXPERT_UP:
     case MK_OP_EXPERT_DOWN:
         return ROWS * pad64(chunk(in->expert.k, ae)) * ae;
-    case MK_OP_CONV_STEP:
-        return ROWS * (2ull * in->conv.dk + in->conv.dv) * 4;
     case MK_OP_DELTA_STEP:
-        return ROWS * ((uint64_t)in->delta.dk + in->delta.dv + 1) * 4;
+        return ROWS * (3ull * in->delta.dk + 2ull * in->delta.dv + 1) * 4;
     case MK_OP_KV_APPEND:
         return ROWS * ((uint64_t)in->mla.latent + in->mla.rope) * 4;
     case MK_OP_MLA_PARTIAL:

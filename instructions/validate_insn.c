@@ -8,16 +8,16 @@
 
 /* Bytes of each opcode's payload; what follows them must be zero. */
 static const uint8_t payload_bytes[MK_OP_COUNT] = {
-    [MK_OP_EMBED] = sizeof(mk_embed),         [MK_OP_GEMV] = sizeof(mk_gemv),          [MK_OP_CONV_STEP] = sizeof(mk_conv),
-    [MK_OP_DELTA_STEP] = sizeof(mk_delta),    [MK_OP_KV_APPEND] = sizeof(mk_mla),      [MK_OP_MLA_PARTIAL] = sizeof(mk_mla),
-    [MK_OP_COMBINE] = sizeof(mk_mla),         [MK_OP_ROUTE] = sizeof(mk_route),        [MK_OP_EXPERT_UP] = sizeof(mk_expert),
-    [MK_OP_EXPERT_DOWN] = sizeof(mk_expert),  [MK_OP_LM_HEAD] = sizeof(mk_lm_head),    [MK_OP_SAMPLE] = sizeof(mk_sample),
-    [MK_OP_SCHEDULE] = sizeof(mk_schedule),   [MK_OP_GQA_APPEND] = sizeof(mk_gqa),     [MK_OP_GQA_PARTIAL] = sizeof(mk_gqa),
+    [MK_OP_EMBED] = sizeof(mk_embed),         [MK_OP_GEMV] = sizeof(mk_gemv),          [MK_OP_DELTA_STEP] = sizeof(mk_delta),
+    [MK_OP_KV_APPEND] = sizeof(mk_mla),       [MK_OP_MLA_PARTIAL] = sizeof(mk_mla),    [MK_OP_COMBINE] = sizeof(mk_mla),
+    [MK_OP_ROUTE] = sizeof(mk_route),         [MK_OP_EXPERT_UP] = sizeof(mk_expert),   [MK_OP_EXPERT_DOWN] = sizeof(mk_expert),
+    [MK_OP_LM_HEAD] = sizeof(mk_lm_head),     [MK_OP_SAMPLE] = sizeof(mk_sample),      [MK_OP_SCHEDULE] = sizeof(mk_schedule),
+    [MK_OP_GQA_APPEND] = sizeof(mk_gqa),      [MK_OP_GQA_PARTIAL] = sizeof(mk_gqa),
 };
 static const uint8_t waits[MK_OP_COUNT] = {
-    [MK_OP_GEMV] = 1 /* ADD: 2, GATED: 3 */, [MK_OP_CONV_STEP] = 3, [MK_OP_DELTA_STEP] = 3, [MK_OP_KV_APPEND] = 1, [MK_OP_MLA_PARTIAL] = 3,
-    [MK_OP_COMBINE] = 1 /* gate: 2 */, [MK_OP_ROUTE] = 1,     [MK_OP_EXPERT_UP] = 2,  [MK_OP_EXPERT_DOWN] = 3, [MK_OP_LM_HEAD] = 1,
-    [MK_OP_SAMPLE] = 2,            [MK_OP_SCHEDULE] = 1,  [MK_OP_GQA_APPEND] = 1, [MK_OP_GQA_PARTIAL] = 2,
+    [MK_OP_GEMV] = 1 /* ADD: 2, GATED: 3 */, [MK_OP_DELTA_STEP] = 3, [MK_OP_KV_APPEND] = 1,   [MK_OP_MLA_PARTIAL] = 3,
+    [MK_OP_COMBINE] = 1 /* gate: 2 */,       [MK_OP_ROUTE] = 1,      [MK_OP_EXPERT_UP] = 2,   [MK_OP_EXPERT_DOWN] = 3, [MK_OP_LM_HEAD] = 1,
+    [MK_OP_SAMPLE] = 2,                      [MK_OP_SCHEDULE] = 1,   [MK_OP_GQA_APPEND] = 1,  [MK_OP_GQA_PARTIAL] = 2,
 };
 
 #define MAX_K (1u << 20) /* columns; keeps every product below 64 bits */
@@ -47,7 +47,6 @@ int mk_check_reserved(mk_check *c, uint32_t x)
 #define PAD(field) nonzero(&in->field, sizeof in->field)
     switch (in->opcode) {
     case MK_OP_EMBED: pad = PAD(embed.pad); break;
-    case MK_OP_CONV_STEP: pad = PAD(conv.pad) | PAD(conv.pad2); break;
     case MK_OP_DELTA_STEP: pad = PAD(delta.pad); break;
     case MK_OP_KV_APPEND:
     case MK_OP_MLA_PARTIAL:
@@ -295,38 +294,44 @@ static int check_gemv(mk_check *c, uint32_t x, const mk_gemv *g)
     return is_f32(c, x, res);
 }
 
-static int check_conv(mk_check *c, uint32_t x, const mk_conv *v)
-{
-    if (!v->dk || !v->dv || v->dk > 1024 || v->dv > 1024 || v->taps < 2 || v->taps > 16)
-        return mk_refuse(c, x, "dk %u, dv %u, %u taps: expected 1 to 1024 channels and 2 to 16 taps", v->dk, v->dv, v->taps);
-    uint64_t n = 2ull * v->dk + v->dv;
-    for (uint32_t k = 0; k < 3; k++) TRY(no_dynamic(c, x, k));
-    TRY(reads(c, x, 0, v->q_off, v->dk, "q"));
-    TRY(reads(c, x, 1, v->k_off, v->dk, "k"));
-    TRY(reads(c, x, 2, v->v_off, v->dv, "v"));
-    TRY(params(c, x, v->param_off, n * v->taps, "convolution"));
-    TRY(signals_local(c, x, (uint64_t)MK_MAX_ROWS * n * 4));
-    return add_state(c, x, v->state_off, (v->taps - 1) * n * 4);
-}
-
 static int check_delta(mk_check *c, uint32_t x, const mk_delta *d)
 {
-    const mk_insn *src;
-    if (!d->dk || !d->dv || d->dk > 1024 || d->dv > 1024 || d->decay > MK_DECAY_HEAD || d->gate > MK_GATE_SILU)
-        return mk_refuse(c, x, "dk %u, dv %u, decay %u, gate %u: expected 1 to 1024 channels, decay and gate 0 or 1", d->dk, d->dv, d->decay,
-                         d->gate);
-    TRY(written_by(c, x, 0, MK_OP_CONV_STEP, &src));
-    if (src->conv.dk != d->dk || src->conv.dv != d->dv)
-        return mk_refuse(c, x, "dk %u and dv %u, but #%u CONV_STEP left %u and %u", d->dk, d->dv, src->seq, src->conv.dk, src->conv.dv);
-    uint32_t decays = d->decay == MK_DECAY_HEAD ? 1 : d->dk;
-    TRY(no_dynamic(c, x, 1));
-    TRY(no_dynamic(c, x, 2));
-    TRY(reads(c, x, 1, d->f_off, decays, "f"));
+    if (!d->dk || !d->dv || d->dk > 1024 || d->dv > 1024 || d->decay > MK_DECAY_HEAD || d->gate > MK_GATE_SILU || d->taps < 2 || d->taps > 16)
+        return mk_refuse(c, x, "dk %u, dv %u, decay %u, gate %u, %u taps: expected 1 to 1024 channels, decay and gate 0 or 1, 2 to 16 taps", d->dk, d->dv,
+                         d->decay, d->gate, d->taps);
+    for (uint32_t k = 0; k < 3; k++) TRY(no_dynamic(c, x, k));
+    TRY(reads(c, x, 0, d->q_off, d->dk, "q"));
+    TRY(reads(c, x, 0, d->k_off, d->dk, "k"));
+    TRY(reads(c, x, 0, d->v_off, d->dv, "v"));
+    TRY(reads(c, x, 1, d->f_off, mk_delta_decays(d), "f"));
     TRY(reads(c, x, 1, d->z_off, d->dv, "z"));
     TRY(reads(c, x, 2, d->b_off, 1, "b"));
-    TRY(params(c, x, d->param_off, 1ull + decays + d->dv, "A_log, dt_bias, o_norm"));
+    TRY(params(c, x, d->param_off, (uint64_t)mk_delta_rate_at(d) + 1 + mk_delta_decays(d) + d->dv, "convolution, A_log, dt_bias, o_norm"));
     TRY(signals_slice(c, x, d->dv));
-    return add_state(c, x, d->state_off, (uint64_t)d->dk * d->dv * 4);
+    return add_state(c, x, d->state_off, mk_delta_state_bytes(d));
+}
+
+/* Slices of a packet vector that hold values [first, first + n). */
+static mk_slices slices_of(const uint32_t *start, uint32_t slice0, uint32_t first, uint32_t n)
+{
+    mk_slices s = {slice0, 0};
+    while (start[s.first + 1] <= first) s.first++;
+    while (start[s.first + s.n] < first + n) s.n++;
+    return s;
+}
+
+uint32_t mk_looks_at(const mk_check *c, uint32_t x, uint32_t k, mk_slices s[3])
+{
+    const mk_insn *in = &c->p->insn[x];
+    const mk_delta *d = &in->delta;
+    const uint32_t slice0 = in->wait[k].slice0, *start = mk_vec_starts(c->p, mk_wait_vec(c, in, k));
+    s[0] = (mk_slices){slice0, in->wait[k].nslice};
+    if (in->opcode != MK_OP_DELTA_STEP || k == 2) return 1;
+    s[0] = slices_of(start, slice0, k ? d->f_off : d->q_off, k ? mk_delta_decays(d) : d->dk);
+    s[1] = slices_of(start, slice0, k ? d->z_off : d->k_off, k ? d->dv : d->dk);
+    if (k) return 2;
+    s[2] = slices_of(start, slice0, d->v_off, d->dv);
+    return 3;
 }
 
 static int check_mla(mk_check *c, uint32_t x, const mk_mla *m)
@@ -621,7 +626,6 @@ int mk_check_insn(mk_check *c, uint32_t x)
     switch (in->opcode) {
     case MK_OP_EMBED: TRY(check_embed(c, x, &in->embed)); break;
     case MK_OP_GEMV: TRY(check_gemv(c, x, &in->gemv)); break;
-    case MK_OP_CONV_STEP: TRY(check_conv(c, x, &in->conv)); break;
     case MK_OP_DELTA_STEP: TRY(check_delta(c, x, &in->delta)); break;
     case MK_OP_KV_APPEND:
     case MK_OP_MLA_PARTIAL:

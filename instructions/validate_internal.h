@@ -41,6 +41,11 @@ typedef struct mk_check {
 
 #define MK_NOBODY 0xffffffffu
 
+/* Slices [first, first + n) of a publication. */
+typedef struct mk_slices {
+    uint32_t first, n;
+} mk_slices;
+
 /* "worker 3 #17 GEMV layer 2: <message>"; returns MK_E_PROGRAM. */
 int mk_refuse(mk_check *c, uint32_t insn, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 /* "worker 3 #17 GEMV layer 2" */
@@ -81,6 +86,9 @@ static inline uint32_t mk_signals_of(const mk_check *c, const mk_insn *in, uint3
 int mk_check_insn(mk_check *c, uint32_t x);
 /* No instruction may name bytes outside opcode's own payload. */
 int mk_check_reserved(mk_check *c, uint32_t x);
+/* What instruction x, which has been checked, looks at of PACKET wait k that is not dynamic: 1 to 3 parts of it. Who has published those has done so before x ends;
+ * of the others in the wait's range nothing is known. */
+uint32_t mk_looks_at(const mk_check *c, uint32_t x, uint32_t k, mk_slices s[3]);
 /* What has to agree between the instructions of one publication, once all are known. */
 int mk_check_groups(mk_check *c);
 /* First overlap among n ranges (sorted in place): 1 and the two owners, or 0. */

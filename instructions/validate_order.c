@@ -8,7 +8,8 @@
  * published it. Happens-before is the transitive closure of: program order of a worker; a publication and those who wait for it; SCHEDULE
  * and every worker's first instruction of the next step. It is computed with vector clocks: for every instruction and every worker, how many
  * instructions of that worker are known to be complete, counted from the first step on. The graph repeats every step, and e reaches
- * back at most two steps (a vector published once a step), so checking the third step proves all. */
+ * back at most two steps (a vector published once a step), so checking the third step proves all.
+ * What an instruction knows after a wait is of the slices that it looks at (mk_looks_at); a wait's whole range counts as read. */
 #include "instructions/validate_internal.h"
 
 #include <stdio.h>
@@ -37,14 +38,20 @@ static uint32_t queue_length(const mk_check *c, uint32_t w)
     return c->p->queue[w + 1] - c->p->queue[w];
 }
 
+/* Wait k of x is for a vector that is waited for as a whole. */
+static int whole_only(const mk_check *c, uint32_t x, uint32_t k)
+{
+    const mk_vec *v = mk_wait_vec(c, &c->p->insn[x], k);
+    return v->scope == MK_BULK || v->flags & MK_VEC_DYNAMIC;
+}
+
 /* Members of wait k of x: instructions first[0..n). 0 for LOCAL. */
 static uint32_t members_of_wait(const mk_check *c, uint32_t x, uint32_t k, const uint32_t **first, uint32_t *pub_id)
 {
     const mk_wait *wt = &c->p->insn[x].wait[k];
-    const mk_vec *v = &c->p->vec[wt->vec];
-    if (v->scope == MK_LOCAL) return 0;
+    if (c->p->vec[wt->vec].scope == MK_LOCAL) return 0;
     *pub_id = mk_pub_id(c, wt->vec, wt->pub);
-    int whole = v->scope == MK_BULK || v->flags & MK_VEC_DYNAMIC;
+    int whole = whole_only(c, x, k);
     *first = c->member + c->member_off[*pub_id] + (whole ? 0 : wt->slice0);
     return whole ? mk_members(c, *pub_id) : wt->nslice;
 }
@@ -224,12 +231,13 @@ static int play(mk_order *o, uint32_t *cur, uint32_t *end, mk_pub_clock *pc, uin
                 const uint32_t *m = NULL;
                 uint32_t id, n = members_of_wait(c, x, k, &m, &id);
                 if (!n) continue;
-                if (n == mk_members(c, id)) {
-                    join(clock, pc[id].joined, W);
-                } else {
-                    uint32_t s0 = (uint32_t)(m - (c->member + c->member_off[id]));
-                    for (uint32_t s = s0; s < s0 + n; s++) join(clock, pc[id].each + (size_t)s * W, W);
-                }
+                mk_slices part[3] = {{0, n}};
+                uint32_t parts = whole_only(c, x, k) ? 1 : mk_looks_at(c, x, k, part);
+                for (const mk_slices *s = part; s < part + parts; s++)
+                    if (s->n == mk_members(c, id))
+                        join(clock, pc[id].joined, W);
+                    else
+                        for (uint32_t j = s->first; j < s->first + s->n; j++) join(clock, pc[id].each + (size_t)j * W, W);
                 if (--pc[id].reads_left == 0) {
                     free(pc[id].joined);
                     free(pc[id].each);
@@ -274,7 +282,7 @@ static int check_clocks(mk_order *o)
     }
     for (uint32_t id = 0; id < c->n_pub; id++)
         for (uint32_t r = c->read_off[id]; r < c->read_off[id + 1]; r++)
-            if (c->read[r].nslice != mk_members(c, id)) partial[id] = 1;
+            if (c->read[r].nslice != mk_members(c, id) || c->p->insn[c->read[r].insn].opcode == MK_OP_DELTA_STEP) partial[id] = 1;
     rc = play(o, cur, end, pc, partial);
     for (uint32_t id = 0; id < c->n_pub; id++) {
         free(pc[id].joined);

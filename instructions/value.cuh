@@ -25,7 +25,8 @@ MK_DEV mk_spot mk_spot_of(const mk_dev *d, uint32_t k, uint32_t index)
     while (s > first && start[s] > index) s--;
     while (s < last && start[s + 1] <= index) s++;
     const uint32_t i = index - start[s], f32 = v->dtype == MK_F32, at = f32 ? i : i / 2, p = at / 3, packet = (s - first) * v->slice_packets + p;
-    mk_spot q = {mk_wait_packets(d, w, v, 0) + packet, k, packet, (uint32_t)v->nslice * v->slice_packets, mk_wait_epoch(d, w), at - 3 * p, f32 ? 32 : 16 * (i & 1)};
+    const mk_places *place = &((const mk_fed *)d->in)->place;
+    mk_spot q = {place->in[k] + packet, k, packet, v->nslice * v->slice_packets, place->epoch[k], at - 3 * p, f32 ? 32 : 16 * (i & 1)};
     return q;
 }
 

@@ -133,7 +133,6 @@ static mk_program part(diff *d, chooser f, uint32_t arg, int routes, uint32_t *r
             d->origin[n] = x;
             d->insn[n++] = *in;
             switch (in->opcode) {
-            case MK_OP_CONV_STEP:
             case MK_OP_DELTA_STEP:
                 *regions |= MK_REGION_STATE;
                 break;
@@ -214,10 +213,9 @@ static int compare_last(diff *d, const mk_program *q, const mk_step *step, const
             const mk_insn *in = &q->insn[x];
             int last = in->opcode != MK_OP_SAMPLE && in->opcode != MK_OP_ROUTE; /* ties and near ties: tokens below; a route shows in what follows */
             uint32_t scope = in->signal_vec == MK_NONE ? MK_PACKET : q->vec[in->signal_vec].scope;
-            if (scope == MK_LOCAL && in->opcode != MK_OP_CONV_STEP)
+            if (scope == MK_LOCAL)
                 for (uint32_t y = x + 1; y < q->queue[w + 1]; y++)
                     if (q->insn[y].signal_vec == in->signal_vec) last = 0;
-            if (in->opcode == MK_OP_CONV_STEP) last = 0; /* its state is what DELTA_STEP's shows */
             if (in->opcode == MK_OP_MLA_PARTIAL || in->opcode == MK_OP_GQA_PARTIAL)
                 for (uint32_t y = x + 1; y < q->queue[w + 1]; y++)
                     if (q->insn[y].opcode == in->opcode) last = 0;

@@ -32,7 +32,6 @@
 #define MK_MAX_VEC        48u
 #define MK_MAX_START      3072u /* slice starts of all vectors, in shared memory */
 #define MK_MAX_NORM_HEADS 64u
-#define MK_CONV_CHANNELS  (2 * MK_COMPUTE) /* of an item */
 #define MK_MAX_PIECES     (8 * MK_COMPUTE) /* of the LM head */
 #define MK_RED_FLOATS     4864u /* of partial sums */
 #define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */

@@ -147,14 +147,12 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         AT_MOST("columns of an expert", MK_STAGED_VALUES, e->k);
         EXPECT("the type of the experts' activations", MK_BF16, p->vec[in->wait[0].vec].dtype);
         return check_scales(err, worker, in, e->wtype, e->n, e->k, e->nseg, MK_SCALE_ROWS, 1);
-    case MK_OP_CONV_STEP:
-        EXPECT("taps", 4, in->conv.taps);
-        AT_MOST("channels of an item", MK_CONV_CHANNELS, 2u * in->conv.dk + in->conv.dv);
-        return MK_OK;
     case MK_OP_DELTA_STEP:
+        EXPECT("taps", 4, in->delta.taps);
         EXPECT("key channels", 128, in->delta.dk);
         AT_MOST("value channels", 128, in->delta.dv);
         EXPECT("value channels modulo 4", 0, in->delta.dv % 4);
+        EXPECT("the convolution's parameters modulo 4", 0, in->delta.param_off % 4);
         return MK_OK;
     case MK_OP_KV_APPEND:
         AT_MOST("channels of a cache row", 640, m->latent + m->rope);

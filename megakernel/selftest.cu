@@ -148,9 +148,7 @@ static void make_state(test *t)
     uint32_t slots = 0;
     for (uint32_t i = 0; i < t->n; i++) {
         const mk_insn *in = &t->insn[i];
-        int conv = in->opcode == MK_OP_CONV_STEP;
-        uint64_t at = conv ? in->conv.state_off : in->delta.state_off;
-        uint64_t end = at + 4 * (conv ? (in->conv.taps - 1ull) * (2u * in->conv.dk + in->conv.dv) : (uint64_t)in->delta.dk * in->delta.dv);
+        uint64_t at = in->delta.state_off, end = at + mk_delta_state_bytes(&in->delta);
         if (at < lo) lo = at;
         if (end > hi) hi = end;
     }
@@ -418,20 +416,19 @@ static void published(test *t)
     const mk_vec *v = &t->p->vec[in->signal_vec];
     const uint32_t R = t->step.nrows, blocks = (most_rows(t) * R + THREADS - 1) / THREADS;
     const int local = v->scope == MK_LOCAL;
-    a->cap = in->opcode == MK_OP_CONV_STEP ? 2u * in->conv.dk + in->conv.dv : MK_SEGMENT_ROWS;
+    a->cap = MK_SEGMENT_ROWS;
     a->out_width = v->width;
     uint64_t n = local ? (uint64_t)t->n * MK_MAX_ROWS * a->cap : (uint64_t)MK_MAX_ROWS * v->width;
     a->want = (float *)on_device(t, n * 4, NULL);
     if (!local) a->out_start = (uint32_t *)on_device(t, (v->nslice + 1) * 4ull, mk_vec_starts(t->p, v));
     if (in->opcode == MK_OP_DELTA_STEP) a->aux = (float *)on_device(t, n * 4, NULL);
-    if (in->opcode == MK_OP_DELTA_STEP || in->opcode == MK_OP_CONV_STEP) make_state(t);
+    if (in->opcode == MK_OP_DELTA_STEP) make_state(t);
     if (in->opcode == MK_OP_GEMV || in->opcode == MK_OP_EXPERT_UP) stage(t);
     if (t->rc) return;
     switch (in->opcode) {
     case MK_OP_EMBED: ref_embed<<<dim3(blocks, t->n), THREADS>>>(*a); break;
     case MK_OP_GEMV: ref_gemv<<<dim3(blocks, t->n), THREADS>>>(*a); break;
-    case MK_OP_CONV_STEP: ref_conv<<<dim3((a->cap + THREADS - 1) / THREADS, t->n), THREADS>>>(*a); break;
-    case MK_OP_DELTA_STEP: ref_delta<<<dim3((in->delta.dv + THREADS - 1) / THREADS, t->n), THREADS>>>(*a); break;
+    case MK_OP_DELTA_STEP: ref_delta<<<t->n, in->delta.dv>>>(*a); break;
     case MK_OP_COMBINE: combined(t); break;
     case MK_OP_EXPERT_UP: ref_expert_up<<<dim3((in->expert.inter + THREADS - 1) / THREADS, in->expert.topk, R), THREADS>>>(*a); break;
     case MK_OP_EXPERT_DOWN: ref_expert_down<<<dim3(blocks, t->n), THREADS>>>(*a); break;
@@ -455,7 +452,7 @@ static void published(test *t)
         uint64_t have = 0;
         for (uint32_t i = 0; i < t->n; i++) {
             const float *got = local_after(t, i);
-            const uint32_t m = in->opcode == MK_OP_CONV_STEP ? a->cap : t->insn[i].gemv.n;
+            const uint32_t m = t->insn[i].gemv.n;
             if (!got) continue;
             memcpy(found + have, got + r * m, m * 4);
             memcpy(expected + have, want + ((uint64_t)i * MK_MAX_ROWS + r) * a->cap, m * 4);

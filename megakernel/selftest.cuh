@@ -311,10 +311,10 @@ static void compare_state(test *t, const float *want)
         const float *got = (const float *)fetched(t, t->mem.state + slot * t->p->info.state_slot_bytes + lo, words * 4);
         for (uint32_t i = 0; got && i < t->n; i++) {
             const mk_insn *in = &t->insn[i];
-            int conv = in->opcode == MK_OP_CONV_STEP;
-            uint64_t at = ((conv ? in->conv.state_off : in->delta.state_off) - lo) / 4;
-            uint64_t n = conv ? (in->conv.taps - 1ull) * (2u * in->conv.dk + in->conv.dv) : (uint64_t)in->delta.dk * in->delta.dv;
-            compare(t, "state", r, at, got + at, want + slot * words + at, n, 0, mk_tolerance(in));
+            const mk_delta *d = &in->delta;
+            const uint64_t conv = (d->state_off - lo) / 4, at = conv + mk_delta_matrix_at(d) / 4;
+            compare(t, "convolution state", r, conv, got + conv, want + slot * words + conv, (uint64_t)mk_delta_channels(d) * d->taps, 0, mk_tolerance(in));
+            compare(t, "state", r, at, got + at, want + slot * words + at, (uint64_t)d->dk * d->dv, 0, mk_tolerance(in));
         }
     }
 }

@@ -146,39 +146,29 @@ static __global__ void ref_embed(ref a)
     a.want[(size_t)r * a.out_width + a.out_start[in->signal_slice] + i] = v * e->scale;
 }
 
-/* A thread a channel; rows in order. */
-static __global__ void ref_conv(ref a)
-{
-    const mk_conv *v = &a.insn[blockIdx.y].conv;
-    const uint32_t c = blockIdx.x * blockDim.x + threadIdx.x, n = 2 * v->dk + v->dv, ring = v->taps - 1, part = c < v->dk ? 0 : c < 2 * v->dk ? 1 : 2;
-    if (c >= n) return;
-    const uint32_t from = part == 0 ? v->q_off + c : part == 1 ? v->k_off + c - v->dk : v->v_off + c - 2 * v->dk;
-    for (uint32_t r = 0; r < a.step.nrows; r++) {
-        const mk_row *row = &a.step.row[r];
-        float *s = a.state + row->state_write * a.state_words + (v->state_off - a.state_lo) / 4 + c;
-        double y = 0;
-        float u = a.in[part].value[(size_t)r * a.in[part].width + from];
-        for (uint32_t j = 0; j < ring && row->flags & MK_ROW_FIRST; j++) s[j * n] = 0;
-        for (uint32_t j = 0; j < ring; j++) y += (double)a.param[v->param_off + c * v->taps + j] * s[(row->pos + j) % ring * n];
-        y += (double)a.param[v->param_off + c * v->taps + ring] * u;
-        s[row->pos % ring * n] = u;
-        a.want[((size_t)blockIdx.y * MK_MAX_ROWS + r) * a.cap + c] = (float)(y * ref_sigmoid(y));
-    }
-}
-
-/* A thread a value channel; rows in order. The state is [dv][dk]. */
+/* A block an item, a thread a value channel; rows in order. The delta rule's state is [dv][dk]. */
 static __global__ void ref_delta(ref a)
 {
-    const mk_insn *in = &a.insn[blockIdx.y];
+    __shared__ float x[3 * 1024]; /* q, k, v of the row */
+    const mk_insn *in = &a.insn[blockIdx.x];
     const mk_delta *d = &in->delta;
-    const uint32_t v = blockIdx.x * blockDim.x + threadIdx.x, dk = d->dk, n = 2 * dk + d->dv, head = d->decay == MK_DECAY_HEAD;
-    if (v >= d->dv) return;
-    const float *par = a.param + d->param_off, *o_norm = par + 1 + (head ? 1 : dk);
+    const uint32_t v = threadIdx.x, dk = d->dk, n = mk_delta_channels(d), head = d->decay == MK_DECAY_HEAD, taps = d->taps;
+    const float *w = a.param + d->param_off, *par = w + mk_delta_rate_at(d), *o_norm = par + 1 + mk_delta_decays(d);
     for (uint32_t r = 0; r < a.step.nrows; r++) {
         const mk_row *row = &a.step.row[r];
-        const float *x = a.local + a.worker[blockIdx.y] * a.local_words + a.vec[in->wait[0].vec].offset / 4 + r * n;
-        const float *f = a.in[1].value + (size_t)r * a.in[1].width + d->f_off;
-        float *s = a.state + row->state_write * a.state_words + (d->state_off - a.state_lo) / 4 + v * dk;
+        const float *qkv = a.in[0].value + (size_t)r * a.in[0].width, *f = a.in[1].value + (size_t)r * a.in[1].width + d->f_off;
+        float *at = a.state + row->state_write * a.state_words + (d->state_off - a.state_lo) / 4, *s = at + mk_delta_matrix_at(d) / 4 + v * dk;
+        for (uint32_t c = v; c < n; c += blockDim.x) {
+            float *u = at + (size_t)c * taps;
+            double y = 0;
+            for (uint32_t j = 0; j < taps; j++) {
+                const float before = row->flags & MK_ROW_FIRST ? 0 : u[j + 1 < taps ? j + 1 : j];
+                u[j] = j + 1 < taps ? before : qkv[c < dk ? d->q_off + c : c < 2 * dk ? d->k_off + c - dk : d->v_off + c - 2 * dk];
+                y += (double)w[c * taps + j] * u[j];
+            }
+            x[c] = (float)(y * ref_sigmoid(y));
+        }
+        __syncthreads();
         double qq = 0, kk = 0, m = 0, o = 0, beta = ref_sigmoid(a.in[2].value[(size_t)r * a.in[2].width + d->b_off]);
         for (uint32_t i = 0; i < dk; i++) {
             qq += (double)x[i] * x[i];
@@ -200,6 +190,7 @@ static __global__ void ref_delta(ref a)
         const size_t to = (size_t)r * a.out_width + a.out_start[in->signal_slice] + v;
         a.aux[to] = (float)o;
         a.want[to] = (float)(o * o_norm[v] * gate);
+        __syncthreads();
     }
 }
 

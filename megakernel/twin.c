@@ -28,7 +28,7 @@ struct mk_twin {
 };
 
 static void (*const dispatch[MK_OP_COUNT])(mk_ctx *) = {
-#define X(NAME, name, text) [MK_OP_##NAME] = mk_##name##_twin,
+#define X(number, NAME, name, text) [MK_OP_##NAME] = mk_##name##_twin,
     MK_OPCODES(X)
 #undef X
 };

@@ -1,4 +1,4 @@
-/* CONV_STEP, DELTA_STEP and ROUTE against references in double written from models.md 3.1, 3.2 and 3.6. */
+/* DELTA_STEP and ROUTE against references in double written from models.md 3.1, 3.2 and 3.6. */
 #include "tests/support/onestep.h"
 
 #include <math.h>
@@ -101,122 +101,30 @@ static float as_bf16(float x, int act_f32)
     return act_f32 ? x : mk_round_bf16(x);
 }
 
-/* ---- CONV_STEP ------------------------------------------------------------------------------------------------------- */
-
-static struct {
-    uint32_t dk, dv, taps, width, act_f32, qkv, conv;
-} cv;
-
-static void conv_input(uint32_t stream, uint32_t pos, float *qkv)
-{
-    one_fill(1000 * stream + pos, qkv, cv.width, 1.5);
-    for (uint32_t i = 0; i < cv.width; i++) qkv[i] = as_bf16(qkv[i], (int)cv.act_f32);
-}
-
-static void conv_run(onestep *o, const tok *t, uint32_t n, float *out)
-{
-    uint32_t channels = 2 * cv.dk + cv.dv;
-    float *qkv = malloc(cv.width * sizeof *qkv);
-    assert_non_null(qkv);
-    for (uint32_t r = 0; r < n; r++) {
-        conv_input(t[r].stream, t[r].pos, qkv);
-        one_put(o, cv.qkv, r, qkv, NULL);
-    }
-    one_run(o, 1);
-    const float *y = one_local_at(o, 1, cv.conv);
-    for (uint32_t r = 0; r < n; r++)
-        memcpy(out + (size_t)(t[r].stream * TOKENS + t[r].pos) * channels, y + (size_t)r * channels, channels * sizeof *out);
-    free(qkv);
-}
-
-static void conv_case(uint32_t dk, uint32_t dv, uint32_t taps, uint32_t slices, int act_f32)
-{
-    onestep *o = one_new(2, act_f32);
-    uint32_t channels = 2 * dk + dv, heads = 3, pad = 40, width = heads * (2 * dk + dv) + pad;
-    float *w = malloc(channels * taps * sizeof *w), *qkv = malloc(width * sizeof *qkv);
-    assert_non_null(w);
-    assert_non_null(qkv);
-    one_fill(7, w, channels * taps, 0.5);
-    cv.dk = dk, cv.dv = dv, cv.taps = taps, cv.width = width, cv.act_f32 = (uint32_t)act_f32;
-    cv.qkv = one_even(o, act_f32 ? MK_F32 : MK_BF16, 0, width, slices);
-    one_local(o, 64);
-    cv.conv = one_local(o, MK_MAX_ROWS * channels * 4);
-    one_param(o, w, 5);
-    uint32_t param = one_param(o, w, channels * taps), state_off = 256;
-    one_alloc(o, 2 * STREAMS, state_off + (taps - 1) * channels * 4 + 128, STREAMS, 64, 64);
-
-    state_begin = state_off, state_end = state_off + (taps - 1) * channels * 4;
-    one_insn(o, MK_OP_CONV_STEP);
-    for (int i = 0; i < 3; i++) one_wait(o, cv.qkv);
-    one_to(o, cv.conv, 0);
-    o->in.conv = (mk_conv){.q_off = dk, .k_off = heads * dk + dk, .v_off = heads * 2 * dk + 2 * dv + 7, .dk = (uint16_t)dk, .dv = (uint16_t)dv,
-                           .taps = (uint16_t)taps, .param_off = param, .state_off = state_off};
-    float *got[CUT_COUNT];
-    for (int how = 0; how < CUT_COUNT; how++) {
-        got[how] = run_trace(o, (cut)how, channels, conv_run);
-        if (how) one_same(cut_name[how], got[how], got[0], (size_t)STREAMS * TOKENS * channels);
-    }
-    double worst = 0;
-    for (uint32_t s = 0; s < STREAMS; s++)
-        for (uint32_t pos = 0; pos < TOKENS; pos++)
-            for (uint32_t ch = 0; ch < channels; ch++) {
-                double y = 0;
-                uint32_t at = ch < dk ? o->in.conv.q_off + ch : ch < 2 * dk ? o->in.conv.k_off + ch - dk : o->in.conv.v_off + ch - 2 * dk;
-                if (ch % 37 && pos > 4) continue; /* inputs are made anew for every look */
-                for (uint32_t j = 0; j < taps; j++) {
-                    int p = (int)pos - (int)(taps - 1) + (int)j;
-                    if (p < 0) continue;
-                    conv_input(s, (uint32_t)p, qkv);
-                    y += (double)w[ch * taps + j] * (double)qkv[at];
-                }
-                double want = silu(y), e;
-                e = one_close("conv", &got[0][(size_t)(s * TOKENS + pos) * channels + ch], &want, 1, 1.0, 2e-6);
-                if (e > worst) worst = e;
-            }
-    print_message("conv dk %u dv %u taps %u act_f32 %d: max error %.2g\n", dk, dv, taps, act_f32, worst);
-    for (int how = 0; how < CUT_COUNT; how++) free(got[how]);
-    free(w);
-    free(qkv);
-    one_free(o);
-}
-
-static void test_conv(void **state)
-{
-    (void)state;
-    conv_case(16, 8, 4, 3, 1);
-    conv_case(16, 8, 4, 5, 0);
-    conv_case(8, 5, 2, 2, 1);
-    conv_case(12, 4, 7, 4, 1);
-}
-
-static void test_conv_real(void **state)
-{
-    (void)state;
-    conv_case(128, 32, 4, 7, 0);
-}
-
 /* ---- DELTA_STEP ------------------------------------------------------------------------------------------------------ */
 
 static struct {
-    uint32_t dk, dv, decays, act_f32, conv, fz, low, o, f_off, z_off, b_off, fz_width, low_width;
+    uint32_t dk, dv, taps, act_f32, qkv, fz, low, o, q_off, k_off, v_off, f_off, z_off, b_off, qkv_width, fz_width, low_width;
 } dl;
 
-static void delta_input(uint32_t stream, uint32_t pos, float *x, float *fz, float *low)
+static void delta_input(uint32_t stream, uint32_t pos, float *qkv, float *fz, float *low)
 {
     uint64_t id = 5000 + 1000 * stream + pos;
-    one_fill(id * 3, x, 2 * dl.dk + dl.dv, 0.7);
+    one_fill(id * 3, qkv, dl.qkv_width, 1.5);
     one_fill(id * 3 + 1, fz, dl.fz_width, 1.5);
     one_fill(id * 3 + 2, low, dl.low_width, 1.0);
     if (pos % 5 == 3) fz[dl.f_off] = 30.0f; /* softplus above its linear bound */
+    for (uint32_t i = 0; i < dl.qkv_width; i++) qkv[i] = as_bf16(qkv[i], (int)dl.act_f32);
     for (uint32_t i = 0; i < dl.fz_width; i++) fz[i] = as_bf16(fz[i], (int)dl.act_f32);
     for (uint32_t i = 0; i < dl.low_width; i++) low[i] = as_bf16(low[i], (int)dl.act_f32);
 }
 
 static void delta_run(onestep *o, const tok *t, uint32_t n, float *out)
 {
-    float *x = one_local_at(o, 0, dl.conv), fz[1024], low[256];
+    float qkv[2048], fz[1024], low[256];
     for (uint32_t r = 0; r < n; r++) {
-        delta_input(t[r].stream, t[r].pos, x + (size_t)r * (2 * dl.dk + dl.dv), fz, low);
+        delta_input(t[r].stream, t[r].pos, qkv, fz, low);
+        one_put(o, dl.qkv, r, qkv, NULL);
         one_put(o, dl.fz, r, fz, NULL);
         one_put(o, dl.low, r, low, NULL);
     }
@@ -228,63 +136,79 @@ static void delta_run(onestep *o, const tok *t, uint32_t n, float *out)
     }
 }
 
-static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, uint32_t gate, int act_f32)
+/* What the item has for q (part 0), k (1) or v (2) after convolution and silu: channel i of token `pos`, out of its last inputs. */
+static double convolved(const float (*past)[2048], const float *w, uint32_t pos, uint32_t part, uint32_t i)
+{
+    uint32_t at = (part == 0 ? dl.q_off : part == 1 ? dl.k_off : dl.v_off) + i, channel = part * dl.dk + i;
+    double y = 0;
+    for (uint32_t j = 0; j < dl.taps; j++)
+        if (pos + j + 1 >= dl.taps) y += (double)w[channel * dl.taps + j] * (double)past[(pos + j + 1 - dl.taps) % 16][at];
+    return silu(y);
+}
+
+static void delta_case(uint32_t dk, uint32_t dv, uint32_t taps, uint32_t decay, uint32_t gate, int act_f32)
 {
     onestep *o = one_new(2, act_f32);
-    uint32_t dtype = act_f32 ? MK_F32 : MK_BF16, nd = decay == MK_DECAY_HEAD ? 1 : dk, width = dv + 1;
-    dl.dk = dk, dl.dv = dv, dl.decays = nd, dl.act_f32 = (uint32_t)act_f32;
+    uint32_t dtype = act_f32 ? MK_F32 : MK_BF16, nd = decay == MK_DECAY_HEAD ? 1 : dk, width = dv + 1, channels = 2 * dk + dv, heads = 3;
+    dl.dk = dk, dl.dv = dv, dl.taps = taps, dl.act_f32 = (uint32_t)act_f32;
+    dl.q_off = dk, dl.k_off = heads * dk + dk, dl.v_off = heads * 2 * dk + 2 * dv + 7, dl.qkv_width = heads * channels + 40;
     dl.f_off = 3, dl.z_off = dl.f_off + nd + 11, dl.fz_width = dl.z_off + dv + 2, dl.b_off = 17, dl.low_width = 20;
-    float param[1 + 128 + 128];
+    float param[384 * 8 + 1 + 128 + 128], *w = param, *rate = param + channels * taps;
     uint64_t seed = 21;
-    param[0] = (float)log(0.2 + 3.0 * one_uniform(&seed));
-    one_fill(22, param + 1, nd, 1.0);
-    for (uint32_t i = 0; i < dv; i++) param[1 + nd + i] = 1.0f + one_normal(&seed, 0.3);
-    dl.conv = one_local(o, MK_MAX_ROWS * (2 * dk + dv) * 4);
+    one_fill(7, w, channels * taps, 0.5);
+    rate[0] = (float)log(0.2 + 3.0 * one_uniform(&seed));
+    one_fill(22, rate + 1, nd, 1.0);
+    for (uint32_t i = 0; i < dv; i++) rate[1 + nd + i] = 1.0f + one_normal(&seed, 0.3);
+    dl.qkv = one_even(o, dtype, 0, dl.qkv_width, 5);
     dl.fz = one_even(o, dtype, 0, dl.fz_width, 4);
     dl.low = one_even(o, dtype, 0, dl.low_width, 3);
     dl.o = one_even(o, dtype, 1, 3 * dv, 3);
     one_param(o, param, 3);
-    uint32_t param_off = one_param(o, param, 1 + nd + dv), state_off = 384;
-    one_alloc(o, 2 * STREAMS, state_off + dk * dv * 4 + 256, STREAMS, 64, 64);
-    state_begin = state_off, state_end = state_off + dk * dv * 4;
+    uint32_t param_off = one_param(o, param, channels * taps + 1 + nd + dv), state_off = 384;
     one_insn(o, MK_OP_DELTA_STEP);
-    one_wait(o, dl.conv);
+    one_wait(o, dl.qkv);
     one_wait(o, dl.fz);
     one_wait(o, dl.low);
     one_to(o, dl.o, 1);
-    o->in.delta = (mk_delta){.dk = (uint16_t)dk, .dv = (uint16_t)dv, .decay = (uint8_t)decay, .gate = (uint8_t)gate, .f_off = dl.f_off, .z_off = dl.z_off,
-                             .b_off = dl.b_off, .param_off = param_off, .state_off = state_off};
+    o->in.delta = (mk_delta){.dk = (uint16_t)dk, .dv = (uint16_t)dv, .taps = (uint16_t)taps, .decay = (uint8_t)decay, .gate = (uint8_t)gate, .q_off = dl.q_off,
+                             .k_off = dl.k_off, .v_off = dl.v_off, .f_off = dl.f_off, .z_off = dl.z_off, .b_off = dl.b_off, .param_off = param_off,
+                             .state_off = state_off};
+    uint32_t matrix = state_off + (uint32_t)mk_delta_matrix_at(&o->in.delta);
+    state_begin = state_off, state_end = state_off + (uint32_t)mk_delta_state_bytes(&o->in.delta);
+    one_alloc(o, 2 * STREAMS, state_end + 256, STREAMS, 64, 64);
     float *got[CUT_COUNT];
     for (int how = 0; how < CUT_COUNT; how++) {
         got[how] = run_trace(o, (cut)how, width, delta_run);
         if (how) one_same(cut_name[how], got[how], got[0], (size_t)STREAMS * TOKENS * width);
     }
 
-    double *S = malloc(sizeof *S * dk * dv), *ref = malloc(sizeof *ref * STREAMS * TOKENS * width), q[128], k[128], m[128], raw[128];
-    float x[384], fz[1024], low[256];
+    double *S = malloc(sizeof *S * dk * dv), *ref = malloc(sizeof *ref * STREAMS * TOKENS * width), x[384], q[128], k[128], m[128], raw[128];
+    static float past[16][2048]; /* of the last positions */
+    float fz[1024], low[256];
     assert_non_null(S);
     assert_non_null(ref);
     for (uint32_t s = 0; s < STREAMS; s++) {
         for (uint32_t i = 0; i < dk * dv; i++) S[i] = 0;
         for (uint32_t pos = 0; pos < TOKENS; pos++) {
             double *y = ref + (size_t)(s * TOKENS + pos) * width;
-            delta_input(s, pos, x, fz, low);
+            delta_input(s, pos, past[pos % 16], fz, low);
+            for (uint32_t i = 0; i < channels; i++) x[i] = convolved(past, w, pos, i < dk ? 0 : i < 2 * dk ? 1 : 2, i < dk ? i : i < 2 * dk ? i - dk : i - 2 * dk);
             double nq = 0, nk = 0, beta = 1 / (1 + exp(-(double)low[dl.b_off])), sq = 0;
             for (uint32_t i = 0; i < dk; i++) {
-                nq += (double)x[i] * (double)x[i];
-                nk += (double)x[dk + i] * (double)x[dk + i];
+                nq += x[i] * x[i];
+                nk += x[dk + i] * x[dk + i];
             }
             for (uint32_t i = 0; i < dk; i++) {
-                q[i] = (double)x[i] / sqrt(nq + 1e-6) / sqrt((double)dk);
-                k[i] = (double)x[dk + i] / sqrt(nk + 1e-6);
-                double f = (double)fz[dl.f_off + (nd == 1 ? 0 : i)] + (double)param[1 + (nd == 1 ? 0 : i)];
-                double g = -exp((double)param[0]) * (f > 20 ? f : log1p(exp(f)));
+                q[i] = x[i] / sqrt(nq + 1e-6) / sqrt((double)dk);
+                k[i] = x[dk + i] / sqrt(nk + 1e-6);
+                double f = (double)fz[dl.f_off + (nd == 1 ? 0 : i)] + (double)rate[1 + (nd == 1 ? 0 : i)];
+                double g = -exp((double)rate[0]) * (f > 20 ? f : log1p(exp(f)));
                 for (uint32_t j = 0; j < dv; j++) S[i * dv + j] *= exp(g);
             }
             for (uint32_t j = 0; j < dv; j++) {
                 m[j] = 0;
                 for (uint32_t i = 0; i < dk; i++) m[j] += k[i] * S[i * dv + j];
-                double d = beta * ((double)x[2 * dk + j] - m[j]);
+                double d = beta * (x[2 * dk + j] - m[j]);
                 raw[j] = 0;
                 for (uint32_t i = 0; i < dk; i++) {
                     S[i * dv + j] += k[i] * d;
@@ -292,15 +216,21 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, uint32_t gate, 
                 }
                 sq += raw[j] * raw[j];
                 double z = (double)fz[dl.z_off + j];
-                y[j] = raw[j] * (double)param[1 + nd + j] * (gate == MK_GATE_SILU ? z : 1) / (1 + exp(-z));
+                y[j] = raw[j] * (double)rate[1 + nd + j] * (gate == MK_GATE_SILU ? z : 1) / (1 + exp(-z));
             }
             y[dv] = sq;
         }
         /* The state itself after the last token. */
         float *T = malloc(sizeof *T * dk * dv), *again = run_trace(o, CUT_CHUNKS, width, delta_run);
         assert_non_null(T);
-        memcpy(T, (uint8_t *)one_state(o, s) + state_off, sizeof *T * dk * dv);
+        memcpy(T, (uint8_t *)one_state(o, s) + matrix, sizeof *T * dk * dv);
         one_close("state", T, S, dk * dv, one_rms(S, dk * dv), 1e-5);
+        for (uint32_t i = 0; i < channels; i++) /* exact: inputs */
+            for (uint32_t j = 0; j < taps; j++) {
+                float u;
+                memcpy(&u, (uint8_t *)one_state(o, s) + state_off + (i * taps + j) * 4, 4);
+                assert_true(u == past[(TOKENS + j - taps) % 16][i < dk ? dl.q_off + i : i < 2 * dk ? dl.k_off + i - dk : dl.v_off + i - 2 * dk]);
+            }
         free(again);
         free(T);
     }
@@ -314,7 +244,7 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, uint32_t gate, 
         if (e > worst) worst = e;
         one_close("trailer", got[0] + (size_t)i * width + dv, ref + (size_t)i * width + dv, 1, rms_sq, 1e-5);
     }
-    print_message("delta dk %u dv %u decay %u gate %u act_f32 %d: max error %.2g of a typical output\n", dk, dv, decay, gate, act_f32, worst);
+    print_message("delta dk %u dv %u taps %u decay %u gate %u act_f32 %d: max error %.2g of a typical output\n", dk, dv, taps, decay, gate, act_f32, worst);
     for (int how = 0; how < CUT_COUNT; how++) free(got[how]);
     free(S);
     free(ref);
@@ -324,21 +254,21 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t decay, uint32_t gate, 
 static void test_delta(void **state)
 {
     (void)state;
-    delta_case(16, 8, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
-    delta_case(24, 13, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
-    delta_case(16, 8, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0);
-    delta_case(16, 40, MK_DECAY_HEAD, MK_GATE_SIGMOID, 1);
-    delta_case(16, 40, MK_DECAY_HEAD, MK_GATE_SILU, 1);
-    delta_case(16, 40, MK_DECAY_HEAD, MK_GATE_SILU, 0);
+    delta_case(16, 8, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
+    delta_case(24, 13, 2, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
+    delta_case(16, 8, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0);
+    delta_case(16, 40, 7, MK_DECAY_HEAD, MK_GATE_SIGMOID, 1);
+    delta_case(16, 40, 4, MK_DECAY_HEAD, MK_GATE_SILU, 1);
+    delta_case(16, 40, 4, MK_DECAY_HEAD, MK_GATE_SILU, 0);
 }
 
 static void test_delta_real(void **state)
 {
     (void)state;
-    delta_case(128, 32, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
-    delta_case(128, 32, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0);
-    delta_case(128, 128, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
-    delta_case(128, 128, MK_DECAY_HEAD, MK_GATE_SILU, 1);
+    delta_case(128, 32, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
+    delta_case(128, 32, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0);
+    delta_case(128, 128, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
+    delta_case(128, 128, 4, MK_DECAY_HEAD, MK_GATE_SILU, 1);
 }
 
 /* ---- ROUTE ----------------------------------------------------------------------------------------------------------- */
@@ -531,8 +461,7 @@ static void test_route_hook(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_conv),  cmocka_unit_test(test_conv_real), cmocka_unit_test(test_delta), cmocka_unit_test(test_delta_real),
+    const struct CMUnitTest tests[] = { cmocka_unit_test(test_delta), cmocka_unit_test(test_delta_real),
         cmocka_unit_test(test_route), cmocka_unit_test(test_route_hook),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

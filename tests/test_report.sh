@@ -12,7 +12,7 @@ python3 - "$T" <<'EOF'
 import copy, json, os, shutil, subprocess, sys
 
 families = ["kimi_linear", "deepseek_v3", "moonlight", "glm4_moe_lite", "llama", "qwen3_next", "qwen3_5_moe", "qwen3_5"]
-ops = "EMBED GEMV CONV_STEP DELTA_STEP KV_APPEND MLA_PARTIAL GQA_APPEND GQA_PARTIAL COMBINE ROUTE EXPERT_UP EXPERT_DOWN LM_HEAD SAMPLE".split()
+ops = "EMBED GEMV DELTA_STEP KV_APPEND MLA_PARTIAL GQA_APPEND GQA_PARTIAL COMBINE ROUTE EXPERT_UP EXPERT_DOWN LM_HEAD SAMPLE".split()
 gpu = [{"family": f, "workers": 132, "compare": "GPU against golden", "positions": 300, "max_kl": 3e-4} for f in families]
 gpu += [{"family": f, "workers": 132, "greedy_tokens": 64, "equal": 64} for f in families]
 gpu += [{"family": f, "workers": 132, "row_invariance": w, "differing_bits": 0} for f in families for w in ("second run", "with 7 others", "epochs from 0xfffffff0")]

@@ -75,7 +75,7 @@ static void report(void **state)
     mk_err err;
     assert_int_equal(mk_validate(p, &v, &err), MK_OK);
     assert_int_equal(v.insns[MK_OP_EMBED], 4);
-    assert_int_equal(v.insns[MK_OP_CONV_STEP], 4);
+    assert_int_equal(v.insns[MK_OP_DELTA_STEP], 4);
     assert_int_equal(v.insns[MK_OP_SCHEDULE], 1);
     assert_int_equal(v.publications, 10);
     /* h -> low -> fz -> o -> h -> ffn -> h -> stats, logits */
@@ -98,7 +98,7 @@ static void header(void **state)
 {
     (void)state;
     BREAK(p->info.magic = 0, "program", "magic is 0x00000000");
-    BREAK(p->info.version = 9, "program", "version 9, expected 2");
+    BREAK(p->info.version = 9, "program", "version 9, expected 3");
     BREAK(p->info.flags = 4, "program", "unknown flags 0x4");
     BREAK(p->info.smem_limit = 200000; p->info.flags = MK_PROG_ACT_F32, "program", "act=f32 is for the twin only");
     BREAK(p->info.workers = 0, "program", "workers is 0, expected 1 to 4096");
@@ -143,7 +143,7 @@ static void vectors(void **state)
     BREAK(VEC("logits")->offset = 0, "\"", "in the bulk region");
     BREAK(VEC("logits")->width += 128, "\"logits\"", "is outside the bulk region");
     BREAK(VEC("acc")->offset = VEC("route")->offset, "\"", "in the local region");
-    BREAK(VEC("conv")->width += 1 << 20, "\"conv\"", "is outside the local region");
+    BREAK(VEC("route")->width += 1 << 20, "\"route\"", "is outside the local region");
     BREAK(VEC("logits")->counter = 7, "\"logits\"", "counter 7 is out of range");
     BREAK(VEC("logits")->counter = 0, "\"logits\"", "counter 0 belongs to another vector");
     BREAK(VEC("logits")->signals = 0, "\"logits\"", "0 signals a publication");
@@ -153,6 +153,7 @@ static void instruction_headers(void **state)
 {
     (void)state;
     BREAK(IN(1, GEMV, 0)->opcode = MK_OP_COUNT, "worker 1 #1 ?", "is not legal, expected 0 to");
+    BREAK(IN(1, GEMV, 0)->opcode = 2, "worker 1 #1 ?", "opcode 2 is unknown");
     BREAK(IN(1, GEMV, 0)->opcode = 255, "worker 1 #1 ?", "opcode 255 is not legal");
     BREAK(IN(1, GEMV, 0)->seq = 5, "worker 1 #1 GEMV layer 0", "sequence number 5, expected 1");
     BREAK(IN(1, GEMV, 0)->layer = 3, "worker 1 #1 GEMV layer 3", "expected one of the program's layers");
@@ -190,8 +191,7 @@ static void addresses(void **state)
     BREAK(IN(2, EMBED, 0)->embed.embed_off = ~15ull, "EMBED", "is outside the embedding region");
     BREAK(IN(2, GEMV, 0)->gemv.param_off = (uint32_t)p->info.param_floats - 31, "GEMV", "norm: parameters");
     BREAK(IN(2, GEMV, 0)->gemv.param_off = 0xffffffffu, "GEMV", "norm: parameters");
-    BREAK(IN(2, CONV_STEP, 0)->conv.param_off = (uint32_t)p->info.param_floats - 95, "CONV_STEP", "convolution: parameters");
-    BREAK(IN(2, DELTA_STEP, 0)->delta.param_off = (uint32_t)p->info.param_floats - 16, "DELTA_STEP", "A_log, dt_bias, o_norm: parameters");
+    BREAK(IN(2, DELTA_STEP, 0)->delta.param_off = (uint32_t)p->info.param_floats - 112, "DELTA_STEP", "convolution, A_log, dt_bias, o_norm: parameters");
     BREAK(IN(3, KV_APPEND, 0)->mla.param_off = (uint32_t)p->info.param_floats - 19, "KV_APPEND", "latent norm and rotation: parameters");
     BREAK(IN(3, ROUTE, 0)->route.param_off = (uint32_t)p->info.param_floats - 7, "ROUTE", "router bias: parameters");
     BREAK(IN(3, EXPERT_UP, 0)->expert.param_off = (uint32_t)p->info.param_floats - 31, "EXPERT_UP", "norm: parameters");
@@ -205,10 +205,10 @@ static void addresses(void **state)
     BREAK(p->info.expert_bytes -= 128, "EXPERT_DOWN", "outside the expert region");
     BREAK(IN(1, DELTA_STEP, 0)->delta.state_off = p->info.state_slot_bytes, "DELTA_STEP", "outside a slot");
     BREAK(IN(1, DELTA_STEP, 0)->delta.state_off = ~15ull, "DELTA_STEP", "outside a slot");
-    BREAK(IN(1, CONV_STEP, 0)->conv.state_off = 4, "CONV_STEP", "multiple of 16");
+    BREAK(IN(1, DELTA_STEP, 0)->delta.state_off = 4, "DELTA_STEP", "multiple of 16");
     BREAK(IN(1, DELTA_STEP, 0)->delta.state_off += 16, "worker", "state overlap");
     BREAK(IN(1, DELTA_STEP, 0)->delta.state_off = IN(3, DELTA_STEP, 0)->delta.state_off, "DELTA_STEP layer 0: state overlap", "DELTA_STEP layer 0");
-    BREAK(IN(1, CONV_STEP, 0)->conv.state_off = IN(1, DELTA_STEP, 0)->delta.state_off, "worker 1", "state overlap");
+    BREAK(IN(1, DELTA_STEP, 0)->delta.state_off -= 16, "worker", "state overlap");
     BREAK(IN(1, MLA_PARTIAL, 0)->mla.kv_off += 64, "MLA_PARTIAL", "cache pool at 64");
     BREAK(IN(1, MLA_PARTIAL, 0)->mla.kv_off = 2 * p->info.kv_pages * p->info.kv_page_bytes, "MLA_PARTIAL", "below 2 pools");
     BREAK(p->info.kv_page_bytes -= 64, "MLA", "a page of 64 tokens needs");
@@ -244,11 +244,13 @@ static void shapes(void **state)
     BREAK(IN(1, GEMV, 2)->gemv.prologue = MK_PRO_HEADNORM, "GEMV", "head norm needs trailers, low has none");
     BREAK(IN(1, GEMV, 1)->wait[0].pub = 1, "GEMV", "staged: #1 stages another input");
     BREAK(IN(1, GEMV, 0)->flags = MK_F_STAGED, "worker 1 #1 GEMV", "staged: there is no GEMV before it");
-    BREAK(IN(1, CONV_STEP, 0)->conv.q_off = 17, "CONV_STEP", "reads q, values [17, 25) of qkv");
-    BREAK(IN(1, CONV_STEP, 0)->conv.v_off = 0, "CONV_STEP", "reads v, values [0, 8) of qkv");
-    BREAK(IN(1, CONV_STEP, 0)->conv.taps = 1, "CONV_STEP", "1 taps");
-    BREAK(VEC("conv")->width -= 16, "CONV_STEP", "local vector conv has");
-    BREAK(IN(1, DELTA_STEP, 0)->delta.dv = 4, "DELTA_STEP", "but #4 CONV_STEP left 8 and 8");
+    BREAK(IN(3, DELTA_STEP, 0)->delta.q_off = 0, "DELTA_STEP", "reads q, values [0, 8) of qkv");
+    BREAK(IN(3, DELTA_STEP, 0)->delta.k_off = 16, "DELTA_STEP", "reads k, values [16, 24) of qkv");
+    BREAK(IN(3, DELTA_STEP, 0)->delta.v_off = 90, "DELTA_STEP", "reads v, values [90, 98) of qkv");
+    BREAK(IN(1, DELTA_STEP, 0)->wait[0].nslice--, "DELTA_STEP", "reads v, values [72, 80) of qkv, but waits for slices");
+    BREAK(IN(1, DELTA_STEP, 0)->delta.taps = 1, "DELTA_STEP", "1 taps");
+    BREAK(IN(1, DELTA_STEP, 0)->delta.pad = 1, "DELTA_STEP", "reserved bytes");
+    BREAK(IN(1, DELTA_STEP, 0)->delta.dv = 4, "DELTA_STEP", "publishes 4 values, slice 1 of o has 8");
     BREAK(IN(3, DELTA_STEP, 0)->delta.z_off = 0, "DELTA_STEP", "reads z, values [0, 8) of fz");
     BREAK(IN(1, DELTA_STEP, 0)->delta.b_off = 0, "DELTA_STEP", "reads b, values [0, 1) of low");
     BREAK(VEC("o")->trailer = 0, "DELTA_STEP", "publishes a trailer, o has none");
@@ -274,7 +276,7 @@ static void shapes(void **state)
     BREAK(VEC("router")->dtype = MK_BF16, "ROUTE", "expected router to be f32");
     BREAK(VEC("h")->dtype = MK_BF16, "", "expected h to be f32");
     BREAK(IN(1, EXPERT_UP, 0)->expert.k = 16, "EXPERT_UP", "h has 32");
-    BREAK(IN(1, EXPERT_UP, 0)->expert.topk = 3, "EXPERT_UP", "top 3, but #8 ROUTE chooses 2");
+    BREAK(IN(1, EXPERT_UP, 0)->expert.topk = 3, "EXPERT_UP", "top 3, but #7 ROUTE chooses 2");
     BREAK(IN(1, EXPERT_UP, 0)->expert.nseg = 0, "EXPERT_UP", "its slices need 1");
     BREAK(IN(1, EXPERT_DOWN, 0)->expert.t = 0, "EXPERT_DOWN", "slice 0 of 4, but it publishes slice 1 of 4 of h");
     BREAK(IN(1, EXPERT_DOWN, 0)->expert.phase = 0, "EXPERT_DOWN", "phase 0, row 8 has phase 8");
@@ -325,10 +327,9 @@ static void publications(void **state)
     BREAK(IN(0, MLA_PARTIAL, 0)->signal_pub = 1, "", "publication");
     BREAK(VEC("kvcache")->signals = 2, "KV_APPEND", "it is the one writer of its cache");
     BREAK(pb_remove(p, 0, AT(IN(0, SAMPLE, 0))), "SCHEDULE", "reads local vector sampled before its queue has written it");
-    BREAK(pb_remove(p, 1, AT(IN(1, CONV_STEP, 0))), "DELTA_STEP", "reads local vector conv before its queue has written it");
-    BREAK(pb_swap(p, 1, AT(IN(1, CONV_STEP, 0)), AT(IN(1, DELTA_STEP, 0))), "DELTA_STEP", "reads local vector conv before its queue has written it");
     BREAK(IN(1, EXPERT_DOWN, 1)->wait[1].pub = 0, "EXPERT_DOWN", "reads local vector route pub 0, but");
-    BREAK(IN(1, DELTA_STEP, 0)->wait[0].vec = (uint16_t)pb_vec(p, "route"), "DELTA_STEP", "reads local vector route before");
+    BREAK(IN(1, DELTA_STEP, 0)->wait[0].vec = (uint16_t)pb_vec(p, "route"); IN(1, DELTA_STEP, 0)->wait[0].slice0 = IN(1, DELTA_STEP, 0)->wait[0].nslice = 0,
+          "DELTA_STEP", "reads local vector route before");
     BREAK(pb_remove(p, 0, AT(IN(0, SCHEDULE, 0))), "SCHEDULE", "expected one SCHEDULE in the program, found none");
     BREAK(mk_insn s = *IN(0, SCHEDULE, 0); pb_insert(p, 0, s.seq, &s), "SCHEDULE", "expected one SCHEDULE in the program");
     BREAK(mk_insn s = *IN(0, SAMPLE, 0); pb_insert(p, 0, s.seq, &s), "SAMPLE", "expected one SAMPLE in the program");
@@ -399,6 +400,17 @@ static void cycles(void **state)
     refuses(q, __LINE__, "cycle: worker", "waits for lat pub 0, which worker");
 }
 
+/* Slice 2 of layer 0's qkv is made by worker 4, which makes nothing else of that layer. */
+static mk_program *far_qkv(void)
+{
+    mk_program *q = pb_make(&(pb_config){.workers = 5, .active = 4, .layers = "DfMf"});
+    mk_insn in = *pb_publisher(q, "qkv", 0, 2);
+    pb_remove(q, 2, pb_publisher(q, "qkv", 0, 2)->seq);
+    in.flags = 0;
+    pb_insert(q, 4, 0, &in);
+    return q;
+}
+
 static void reuse(void **state)
 {
     (void)state;
@@ -410,7 +422,7 @@ static void reuse(void **state)
     assert_int_equal(last % 2, 0);
     mk_program_destroy(&q);
     BREAK(mk_insn d = dumper(p, last - 1); pb_insert(p, 3, AT(IN(3, LM_HEAD, 0)) + 1, &d), "EMBED",
-          "reuse of h: publishing pub 0 ends pub 5 of the step before, but nothing makes it wait for worker 3 #36 GEMV layer 0, which reads that");
+          "reuse of h: publishing pub 0 ends pub 5 of the step before, but nothing makes it wait for worker 3 #35 GEMV layer 0, which reads that");
     /* the last h itself is safe there: its half is next written after EMBED's h has come from worker 3 as well */
     q = pb_small();
     mk_insn after = dumper(q, last);
@@ -421,6 +433,16 @@ static void reuse(void **state)
     after = dumper(q, last - 1);
     pb_insert(q, 3, pb_find(q, 3, MK_OP_LM_HEAD, 0)->seq, &after);
     accepts(q);
+    /* a DELTA_STEP's wait is a range, but it knows only of the slices that hold its q, k and v: [0, 24), [24, 48), [72, 96) and not [48, 72) here */
+    accepts(far_qkv());
+    BREAK_OF(far_qkv(), for (uint32_t w = 0; w < 4; w++) {
+        mk_insn *in = IN(w, DELTA_STEP, 0);
+        in->wait[0].slice0 = 0;
+        in->wait[0].nslice = 4;
+        in->delta.q_off = 0;
+        in->delta.k_off = 24;
+        in->delta.v_off = 72;
+    }, "worker", "nothing makes it wait for worker 4 #0 GEMV layer 0");
     /* bulk: layer 1's partials combined once more after layer 2's are there */
     BREAK(mk_insn in = *IN(2, COMBINE, 0); in.signal_vec = (uint16_t)pb_add_dump(p, 16); in.signal_pub = in.signal_slice = 0; in.mla.head0 = 0;
           pb_insert(p, 2, AT(IN(2, LM_HEAD, 0)), &in),

@@ -103,7 +103,7 @@ static void drop_bias(mk_insn *in) { in->route.has_bias = 0; }
 static void up_other_slice(mk_insn *in) { in->expert.base -= 128; }
 static void down_phase(mk_insn *in) { in->expert.phase = (uint16_t)(in->expert.phase > 2 ? in->expert.phase - 3 : in->expert.phase + 3); }
 static void head_eps(mk_insn *in) { in->lm_head.eps = 0.1f; }
-static void conv_state(mk_insn *in) { in->conv.param_off--; }
+static void delta_keys(mk_insn *in) { in->delta.k_off++; }
 static void delta_gate(mk_insn *in) { in->delta.b_off++; }
 static void no_rotation(mk_insn *in) { in->mla.rotary = 0; }
 static void softmax_scale(mk_insn *in) { in->mla.scale *= 1.01f; }
@@ -117,8 +117,8 @@ const case_wrong case_wrongs[] = {
     {"bias dropped", &expert_cases[1], drop_bias},
     {"expert memory off by 128 bytes", &expert_cases[12], up_other_slice},
     {"scale segment shifted by 3 rows", &expert_cases[20], down_phase},
-    {"filter off by one tap", &state_cases[0], conv_state},
-    {"beta of the next head", &state_cases[3], delta_gate},
+    {"keys off by one channel", &state_cases[0], delta_keys},
+    {"beta of the next head", &state_cases[0], delta_gate},
     {"keys not rotated", &attention_cases[0], no_rotation},
     {"softmax scale off by 1 %", &attention_cases[3], softmax_scale},
     {"another head's partials", &attention_cases[8], combine_head},

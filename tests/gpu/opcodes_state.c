@@ -1,4 +1,4 @@
-/* CONV_STEP, DELTA_STEP. Logical rows 0, 1, 2 are three tokens of one stream; row 3 is a first token; row 7 reads one slot and writes another. */
+/* DELTA_STEP. Logical rows 0, 1, 2 are three tokens of one stream; row 3 is a first token; row 7 reads one slot and writes another. */
 #include "tests/gpu/opcodes.h"
 
 #include <math.h>
@@ -25,78 +25,48 @@ static void rows_of_streams(mk_case *c)
     }
 }
 
-static void conv_make(mk_case *c, const void *arg)
-{
-    const state_arg *a = arg;
-    uint32_t W = c->prog.info.workers, n = 2 * a->dk + a->dv;
-    case_even(c, "qkv", MK_BF16, 0, W * n, 7);
-    case_local(c, "conv", MK_MAX_ROWS * n * 4);
-    case_param(c, 1, 0, 0);
-    for (uint32_t w = 0; w < W; w++) {
-        mk_insn *in = case_add(c, w, MK_OP_CONV_STEP);
-        in->conv = (mk_conv){.q_off = w * a->dk, .k_off = W * a->dk + w * a->dk, .v_off = 2 * W * a->dk + w * a->dv, .dk = (uint16_t)a->dk, .dv = (uint16_t)a->dv,
-                             .taps = 4, .param_off = case_param(c, 4 * n, 0, 0.5), .state_off = 256 + (uint64_t)w * 3 * n * 4};
-        for (int k = 0; k < 3; k++) case_wait(c, in, 0);
-        case_to(c, in, 1, 0);
-    }
-    case_seal(c, &(case_sizes){.state_slot = 512 + (uint64_t)W * 3 * n * 4});
-    c->pos[0] = 62;
-}
-
-static void conv_feed(mk_case *c, const void *arg)
-{
-    (void)arg;
-    case_input(c, 0, 1);
-    rows_of_streams(c);
-}
-
 static void delta_make(mk_case *c, const void *arg)
 {
     const state_arg *a = arg;
     uint32_t W = c->prog.info.workers, n = 2 * a->dk + a->dv, f = a->decay == MK_DECAY_HEAD ? 1 : a->dk, start[64];
+    uint64_t state = 512;
     for (uint32_t w = 0; w <= W; w++) start[w] = w * a->dv;
-    case_local(c, "conv", MK_MAX_ROWS * n * 4);
+    case_even(c, "qkv", MK_BF16, 0, W * n, 7);
     case_even(c, "fz", MK_BF16, 0, W * (f + a->dv), 5);
     case_even(c, "low", MK_BF16, 0, W + 3, 2);
     case_packet(c, "o", MK_BF16, 1, start, W);
     for (uint32_t w = 0; w < W; w++) {
         mk_insn *in = case_add(c, w, MK_OP_DELTA_STEP);
-        uint32_t param = case_param(c, 1, 0.5, 0.3);
+        uint32_t param = case_param(c, 4 * n, 0, 0.5);
+        case_param(c, 1, 0.5, 0.3);
         case_param(c, f, -2, 1);
         case_param(c, a->dv, 1, 0.1);
-        in->delta = (mk_delta){.dk = (uint16_t)a->dk, .dv = (uint16_t)a->dv, .decay = (uint8_t)a->decay, .gate = (uint8_t)a->gate, .f_off = w * f,
-                               .z_off = W * f + w * a->dv, .b_off = w + 2, .param_off = param, .state_off = 512 + (uint64_t)w * a->dk * a->dv * 4};
-        case_wait(c, in, 0);
-        case_wait(c, in, 1);
-        case_wait(c, in, 2);
+        while (c->prog.info.param_floats % 4) case_param(c, 1, 0, 0);
+        in->delta = (mk_delta){.dk = (uint16_t)a->dk, .dv = (uint16_t)a->dv, .taps = 4, .decay = (uint8_t)a->decay, .gate = (uint8_t)a->gate, .q_off = w * a->dk,
+                               .k_off = W * a->dk + w * a->dk, .v_off = 2 * W * a->dk + w * a->dv, .f_off = w * f, .z_off = W * f + w * a->dv, .b_off = w + 2,
+                               .param_off = param, .state_off = state};
+        state += mk_delta_state_bytes(&in->delta) + 128;
+        for (uint32_t k = 0; k < 3; k++) case_wait(c, in, k);
         case_to(c, in, 3, w);
     }
-    case_seal(c, &(case_sizes){.state_slot = 1024 + (uint64_t)W * a->dk * a->dv * 4});
-    c->pos[0] = 30;
+    case_seal(c, &(case_sizes){.state_slot = state + 512});
+    c->pos[0] = 62;
 }
 
 static void delta_feed(mk_case *c, const void *arg)
 {
-    const state_arg *a = arg;
-    uint32_t n = 2 * a->dk + a->dv;
-    case_input(c, 1, 1);
-    case_input(c, 2, 1);
+    (void)arg;
+    for (uint32_t k = 0; k < 3; k++) case_input(c, k, 1);
     rows_of_streams(c);
-    for (uint32_t w = 0; w < c->prog.info.workers; w++)
-        for (uint32_t r = 0; r < c->step.nrows; r++)
-            case_fill(c, 8100 + w, c->row_id[r], (float *)(c->mem.local + w * c->prog.info.local_bytes) + r * n, n, 1);
 }
 
-#define C(...) conv_make, conv_feed, &(const state_arg){__VA_ARGS__}, 0
 #define S(...) delta_make, delta_feed, &(const state_arg){__VA_ARGS__}, 0
 
 const case_spec state_cases[] = {
-    {"CONV_STEP", "dk 128, dv 128", C(.dk = 128, .dv = 128)},
-    {"CONV_STEP", "dk 128, dv 32", C(.dk = 128, .dv = 32)},
-    {"CONV_STEP", "dk 128, dv 64", C(.dk = 128, .dv = 64)},
     {"DELTA_STEP", "decay by channel, dv 128, sigmoid", S(.dk = 128, .dv = 128, .decay = MK_DECAY_CHANNEL, .gate = MK_GATE_SIGMOID)},
     {"DELTA_STEP", "decay by channel, dv 32, sigmoid", S(.dk = 128, .dv = 32, .decay = MK_DECAY_CHANNEL, .gate = MK_GATE_SIGMOID)},
     {"DELTA_STEP", "decay by head, dv 64, silu", S(.dk = 128, .dv = 64, .decay = MK_DECAY_HEAD, .gate = MK_GATE_SILU)},
     {"DELTA_STEP", "decay by head, dv 16, silu", S(.dk = 128, .dv = 16, .decay = MK_DECAY_HEAD, .gate = MK_GATE_SILU)},
+    {"DELTA_STEP", "decay by head, dv 36, sigmoid", S(.dk = 128, .dv = 36, .decay = MK_DECAY_HEAD, .gate = MK_GATE_SIGMOID)},
     {0},
 };

@@ -15,7 +15,7 @@ import sys
 
 GOLDEN_KL = 1e-3  # tests/support/oracle.c: the twin's gate with bf16 vectors
 FAMILIES = {"kimi_linear", "deepseek_v3", "moonlight", "glm4_moe_lite", "llama", "qwen3_next", "qwen3_5_moe", "qwen3_5"}
-OPCODES = {"EMBED", "GEMV", "CONV_STEP", "DELTA_STEP", "KV_APPEND", "MLA_PARTIAL", "GQA_APPEND", "GQA_PARTIAL", "COMBINE", "ROUTE", "EXPERT_UP", "EXPERT_DOWN", "LM_HEAD", "SAMPLE"}
+OPCODES = {"EMBED", "GEMV", "DELTA_STEP", "KV_APPEND", "MLA_PARTIAL", "GQA_APPEND", "GQA_PARTIAL", "COMBINE", "ROUTE", "EXPERT_UP", "EXPERT_DOWN", "LM_HEAD", "SAMPLE"}
 
 
 class Missing(Exception):

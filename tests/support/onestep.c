@@ -10,7 +10,7 @@
 #define EPOCH0 0xfffffff0u /* epochs wrap within the first steps */
 
 static void (*const dispatch[MK_OP_COUNT])(mk_ctx *) = {
-#define X(NAME, name, text) [MK_OP_##NAME] = mk_##name##_twin,
+#define X(number, NAME, name, text) [MK_OP_##NAME] = mk_##name##_twin,
     MK_OPCODES(X)
 #undef X
 };

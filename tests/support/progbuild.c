@@ -191,8 +191,8 @@ static uint32_t V(const builder *b, const char *name)
 
 static void delta_layer(builder *b, uint32_t layer, uint32_t norm)
 {
-    uint32_t h = V(b, "h"), low = V(b, "low"), qkv = V(b, "qkv"), fz = V(b, "fz"), conv = V(b, "conv"), o = V(b, "o");
-    uint32_t lp = publish(b, low), qp = publish(b, qkv), fp = publish(b, fz), cp = publish(b, conv), op = publish(b, o), D = HEADS * DK;
+    uint32_t h = V(b, "h"), low = V(b, "low"), qkv = V(b, "qkv"), fz = V(b, "fz"), o = V(b, "o");
+    uint32_t lp = publish(b, low), qp = publish(b, qkv), fp = publish(b, fz), op = publish(b, o), D = HEADS * DK;
     gemv d = {.layer = layer, .in = h, .in_pub = b->h_pub, .k = HIDDEN, .prologue = MK_PRO_RMS, .param_off = norm, .wtype = MK_W_BF16, .out = low, .out_pub = lp};
     emit_gemvs(b, &d);
     d.out = qkv, d.out_pub = qp;
@@ -200,19 +200,11 @@ static void delta_layer(builder *b, uint32_t layer, uint32_t norm)
     emit_gemvs(b, &(gemv){.layer = layer, .in = low, .in_pub = lp, .k = LOW, .wtype = MK_W_BF16, .out = fz, .out_pub = fp});
     for (uint32_t i = 0; i < HEADS; i++) {
         uint32_t w = mk_start(i, b->A, HEADS);
-        mk_insn *in = emit(b, w, MK_OP_CONV_STEP, layer);
-        in->conv = (mk_conv){.q_off = i * DK, .k_off = D + i * DK, .v_off = 2 * D + i * DV, .dk = DK, .dv = DV, .taps = TAPS,
-                             .param_off = param(b, (2 * DK + DV) * TAPS), .state_off = b->p->info.state_slot_bytes};
-        b->p->info.state_slot_bytes += (TAPS - 1) * (2 * DK + DV) * 4;
-        wait_values(b, in, qkv, qp, i * DK, DK);
-        wait_values(b, in, qkv, qp, D + i * DK, DK);
-        wait_values(b, in, qkv, qp, 2 * D + i * DV, DV);
-        signal_slice(in, conv, cp, 0);
-        in = emit(b, w, MK_OP_DELTA_STEP, layer);
-        in->delta = (mk_delta){.dk = DK, .dv = DV, .f_off = i * DK, .z_off = D + i * DV, .b_off = LOW + i, .param_off = param(b, 1 + DK + DV),
-                               .state_off = b->p->info.state_slot_bytes};
-        b->p->info.state_slot_bytes += DK * DV * 4;
-        wait_all(b, in, conv, cp);
+        mk_insn *in = emit(b, w, MK_OP_DELTA_STEP, layer);
+        in->delta = (mk_delta){.dk = DK, .dv = DV, .taps = TAPS, .q_off = i * DK, .k_off = D + i * DK, .v_off = 2 * D + i * DV, .f_off = i * DK, .z_off = D + i * DV,
+                               .b_off = LOW + i, .param_off = param(b, (2 * DK + DV) * TAPS + 1 + DK + DV), .state_off = b->p->info.state_slot_bytes};
+        b->p->info.state_slot_bytes += mk_delta_state_bytes(&in->delta);
+        wait_values(b, in, qkv, qp, i * DK, 2 * D + DV);
         wait_values(b, in, fz, fp, i * DK, D + DV);
         wait_values(b, in, low, lp, LOW + i, 1);
         signal_slice(in, o, op, i);
@@ -341,7 +333,6 @@ static void vectors(builder *b, const pb_config *c, const char *layers)
         packet(b, "low", act, LOW + HEADS, A);
         packet(b, "qkv", act, 3 * HEADS * DK, A);
         packet(b, "fz", act, 2 * HEADS * DK, A);
-        local(b, "conv", MK_MAX_ROWS * (2 * DK + DV) * 4);
         uint32_t o = packet(b, "o", act, HEADS * DV, HEADS);
         b->p->info.exchange_bytes = b->p->vec[o].offset;
         b->p->vec[o].trailer = 1;
