@@ -144,7 +144,8 @@ typedef struct mk_plan {
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
     uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
     uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
-    uint32_t pad[2];
+    uint32_t ahead;           /* ROUTE: 1: the next instruction's input can be staged while the logits are waited for */
+    uint32_t pad;
 } mk_plan;
 static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32 };

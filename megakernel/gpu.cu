@@ -452,6 +452,15 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, uint32_t n, mk_
     return MK_OK;
 }
 
+/* ROUTE with an EXPERT_UP behind it that reads what the logits were made of: then it is there before they are. maker: any GEMV by the vector and publication that it
+ * makes. */
+static int stages_ahead(const mk_insn *route, const mk_insn *up, const mk_insn *const *maker)
+{
+    const mk_wait *l = &route->wait[0];
+    const mk_insn *m = l->pub < MK_EPOCH_STRIDE ? maker[(size_t)l->vec * MK_EPOCH_STRIDE + l->pub] : NULL;
+    return up->opcode == MK_OP_EXPERT_UP && m && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]);
+}
+
 /* Instructions and queues, the static tapes as the loaders see them, and the instructions that the expert loaders walk. */
 static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, uint32_t sets, mk_gpu_args *a, mk_err *err)
 {
@@ -463,14 +472,18 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
     int rc = MK_OK;
     mk_expert_seg *expert = (mk_expert_seg *)calloc(n_insn + 1, sizeof *expert);
     uint32_t *first = (uint32_t *)calloc(2 * (W + 1), 4), *efirst = first + W + 1;
-    if (!seg || !plan || !expert || !first) {
-        free(seg), free(plan), free(expert), free(first);
+    const mk_insn **maker = (const mk_insn **)calloc((size_t)p->info.n_vec * MK_EPOCH_STRIDE, sizeof *maker);
+    if (!seg || !plan || !expert || !first || !maker) {
+        free(seg), free(plan), free(expert), free(first), free(maker);
         return mk_fail(err, MK_E_CAPACITY, "out of memory");
     }
+    for (uint32_t k = 0; k < n_insn; k++)
+        if (insn[k].opcode == MK_OP_GEMV && insn[k].signal_pub < MK_EPOCH_STRIDE) maker[(size_t)insn[k].signal_vec * MK_EPOCH_STRIDE + insn[k].signal_pub] = &insn[k];
     for (uint32_t w = 0; w < W; w++) {
         for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
             const mk_insn *in = &insn[k];
             if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(p, in);
+            if (in->opcode == MK_OP_ROUTE && k + 1 < queue[w + 1]) plan[k].ahead = (uint32_t)stages_ahead(in, in + 1, maker);
             if (in->opcode == MK_OP_EXPERT_DOWN) {
                 plan[k].tile = down_tile(in, &expert[n_expert - 1]);
             } else if (!in->tape_bytes) {
@@ -504,7 +517,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
              (a->expert_seg = (mk_expert_seg *)uploaded(g, "expert instructions", expert, n_expert * sizeof *expert, err)) &&
              (a->seg_first = (uint32_t *)uploaded(g, "tape index", first, 8ull * (W + 1), err));
     a->expert_first = a->seg_first + W + 1;
-    free(seg), free(plan), free(expert), free(first), free(keys.key);
+    free(seg), free(plan), free(expert), free(first), free(maker), free(keys.key);
     return ok ? MK_OK : MK_E_CAPACITY;
 }
 

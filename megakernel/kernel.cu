@@ -78,6 +78,18 @@ MK_CALL void instruction_done(uint32_t n)
     if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
 }
 
+/* While ROUTE's logits are on their way: stages what the EXPERT_UP behind it reads, which is there already. */
+MK_CALL void stage_ahead(uint32_t n)
+{
+    mk_shared *sh = mk_sh();
+    const mk_fed *f = &sh->fed[(n + 1) % MK_INSN_RING];
+    while (!mk_mbar_try(mk_smem(&sh->insn_full[(n + 1) % MK_INSN_RING]), (n + 1) / MK_INSN_RING & 1)) {}
+    if (f->place.run != MK_OP_EXPERT_UP) return; /* to be left at once */
+    if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * n + 3); /* should it be waited for, for ever, say so */
+    mk_stage_input(&f->in, true, 0, f->plan.x.k);
+    if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * n + 1);
+}
+
 /* This worker's queue ends with SCHEDULE. */
 MK_DEV bool schedules(const mk_gpu_args *a)
 {
@@ -111,7 +123,10 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_COMBINE: mk_combine_run(in); break;
         case MK_OP_GQA_APPEND: mk_gqa_append_run(in); break;
         case MK_OP_GQA_PARTIAL: mk_gqa_partial_run(in); break;
-        case MK_OP_ROUTE: mk_route_is_one(in) ? call_mk_route_one_run(in) : call_mk_route_run(in); break;
+        case MK_OP_ROUTE:
+            if (mk_fed_of(in)->plan.ahead) stage_ahead(n);
+            mk_route_is_one(in) ? call_mk_route_one_run(in) : call_mk_route_run(in);
+            break;
         case MK_OP_SAMPLE: mk_sample_is_greedy() ? call_mk_sample_greedy_run(in) : call_mk_sample_run(in); break;
         case MK_OP_SCHEDULE: call_mk_schedule_run(in); break;
         case MK_ONE_GQA: mk_gqa_one_run(in); break;
