@@ -215,50 +215,100 @@ MK_DEV void mk_route_row(const mk_dev *d, const mk_route *t, uint32_t r, const f
     mk_route_take(d, t, r, e, d->lane < t->topk ? score[e] : 0.0f, out, x, true);
 }
 
-/* ---- one row, a thread an expert ------------------------------------------------------------------------------------ */
+/* ---- one row, a thread an expert or two ----------------------------------------------------------------------------- */
 
 /* The usual case: then all warps choose together (mk_route_one_run), and nothing is called. */
 MK_DEV bool mk_route_is_one(const mk_insn *in)
 {
     const mk_route *t = &in->route;
-    return mk_sh()->step.nrows == 1 && t->experts <= MK_COMPUTE && t->score == MK_SCORE_SIGMOID && t->groups <= 1;
+    return mk_sh()->step.nrows == 1 && t->experts <= 2 * MK_COMPUTE && t->groups <= 1;
 }
 
 typedef struct mk_route_lists {
-    uint32_t key[MK_COMPUTE];
+    uint32_t key[2 * MK_COMPUTE];
+    float part[2 * MK_COMPUTE];           /* softmax: exp (logit - greatest) */
     uint32_t best[MK_WARPS][MK_MAX_TOPK]; /* keys of a warp's best experts, in order; 0: none */
     float score[MK_WARPS][MK_MAX_TOPK];
     uint8_t id[MK_WARPS][MK_MAX_TOPK];    /* in the warp */
     uint32_t expert[MK_MAX_TOPK];         /* the choice, in order */
     float weight[MK_MAX_TOPK];
+    uint32_t top[MK_WARPS];               /* softmax: order key of a warp's greatest logit */
 } mk_route_lists;
-static_assert(sizeof(mk_route_lists) <= MK_RED_FLOATS * 4, "lists fit");
+static_assert(sizeof(mk_route_lists) <= MK_RED_FLOATS * 4 && offsetof(mk_route_lists, top) % 16 == 0, "lists fit");
 
 MK_DEV uint32_t mk_count_above(uint4 q, uint32_t key)
 {
     return (uint32_t)(q.x > key) + (uint32_t)(q.y > key) + (uint32_t)(q.z > key) + (uint32_t)(q.w > key);
 }
 
+/* s: logits of experts PER * tid and on, of n; they become probabilities, to the bit those of mk_route_softmax. */
+template <uint32_t PER> MK_DEV void mk_route_all_softmax(const mk_dev *d, mk_route_lists *x, uint32_t n, float *s, bool last)
+{
+    uint32_t most = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < PER; j++) most = max(most, d->tid * PER + j < n ? mk_order_key(s[j]) : 0);
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (d->lane == 0) x->top[d->warp] = most;
+    mk_sync();
+    if (last) mk_trace_input(d);
+    const uint4 a = ((const uint4 *)x->top)[0], b = ((const uint4 *)x->top)[1];
+    most = max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w)));
+    const float greatest = __uint_as_float(most >> 31 ? most ^ 0x80000000u : ~most);
+#pragma unroll
+    for (uint32_t j = 0; j < PER; j++) {
+        s[j] = d->tid * PER + j < n ? mk_expf(s[j] - greatest) : 0.0f;
+        x->part[d->tid * PER + j] = s[j];
+    }
+    mk_sync();
+    float part[PER * MK_WARPS], sum = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < PER * MK_WARPS; i++) part[i] = x->part[32 * i + d->lane];
+#pragma unroll
+    for (uint32_t i = 0; i < PER * MK_WARPS; i++) sum += part[i];
+    sum = mk_warp_sum(sum);
+#pragma unroll
+    for (uint32_t j = 0; j < PER; j++) s[j] = mk_div(s[j], sum);
+}
+
 /* Every expert counts who comes before it: in its warp, then, if it is among the warp's K best, among those of the others. Ties go to the lower id, which is
- * that of the lower warp, or lane. */
-template <int K> MK_DEV void mk_route_all_choose(const mk_dev *d, mk_route_lists *x, uint32_t key, float score, uint32_t topk, bool last)
+ * that of the lower warp, or lane, or the first of a lane's two. input: the trace's input ends here. */
+template <uint32_t K, uint32_t PER> MK_DEV void mk_route_all_choose(const mk_dev *d, mk_route_lists *x, const uint32_t *key, const float *score, uint32_t topk, bool input)
 {
     constexpr uint32_t PARTS = 32 / K; /* lanes a candidate */
     const uint32_t lane = d->lane, warp = d->warp, c = lane / PARTS, part = lane % PARTS;
-    x->key[d->tid] = key;
-    __syncwarp();
-    uint32_t rank = __popc(__match_any_sync(0xffffffffu, key) & ((1u << lane) - 1));
+    uint32_t before[PER];
+    if (PER == 1) {
+        x->key[d->tid] = key[0];
+        __syncwarp();
+        before[0] = __popc(__match_any_sync(0xffffffffu, key[0]) & ((1u << lane) - 1));
 #pragma unroll
-    for (uint32_t j = 0; j < 8; j++) rank += mk_count_above(((const uint4 *)x->key)[warp * 8 + j], key);
-    if (rank < K) {
-        x->best[warp][rank] = key;
-        x->score[warp][rank] = score;
-        x->id[warp][rank] = (uint8_t)lane;
+        for (uint32_t j = 0; j < 8; j++) before[0] += mk_count_above(((const uint4 *)x->key)[warp * 8 + j], key[0]);
+    } else { /* four keys at a time, which are those of two lanes */
+        if (lane < K) x->best[warp][lane] = 0;
+        *(uint2 *)&x->key[2 * d->tid] = make_uint2(key[0], key[PER - 1]);
+        __syncwarp();
+        const uint32_t left0 = __shfl_up_sync(0xffffffffu, key[0], 1), left1 = __shfl_up_sync(0xffffffffu, key[PER - 1], 1); /* of an odd lane: the other two */
+#pragma unroll
+        for (uint32_t i = 0; i < PER; i++) before[i] = lane & 1 ? (uint32_t)(left0 == key[i]) + (uint32_t)(left1 == key[i]) : 0;
+        before[PER - 1] += key[0] == key[PER - 1];
+#pragma unroll
+        for (uint32_t j = 0; j < 16; j++) {
+            const uint4 q = ((const uint4 *)x->key)[warp * 16 + j];
+#pragma unroll
+            for (uint32_t i = 0; i < PER; i++) before[i] += mk_count_above(q, j < lane / 2 && key[i] ? key[i] - 1 : key[i]);
+        }
     }
+#pragma unroll
+    for (uint32_t i = 0; i < PER; i++)
+        if (before[i] < K && (PER == 1 || key[i])) {
+            x->best[warp][before[i]] = key[i];
+            x->score[warp][before[i]] = score[i];
+            x->id[warp][before[i]] = (uint8_t)(lane * PER + i);
+        }
     mk_sync();
-    if (last) mk_trace_input(d);
+    if (input) mk_trace_input(d);
     const uint32_t own = x->best[warp][c];
-    rank = 0;
+    uint32_t rank = 0;
 #pragma unroll
     for (uint32_t i = 0; i < MK_WARPS / PARTS; i++) {
         const uint32_t w = i * PARTS + part, than = w == warp ? 0xffffffffu : w < warp ? own - 1 : own;
@@ -269,7 +319,7 @@ template <int K> MK_DEV void mk_route_all_choose(const mk_dev *d, mk_route_lists
 #pragma unroll
     for (uint32_t m = 1; m < PARTS; m <<= 1) rank += __shfl_xor_sync(0xffffffffu, rank, m);
     if (part == 0 && own && rank < topk) {
-        x->expert[rank] = warp * 32 + x->id[warp][c];
+        x->expert[rank] = warp * 32 * PER + x->id[warp][c];
         x->weight[rank] = x->score[warp][c];
     }
 }
@@ -292,40 +342,51 @@ MK_DEV bool mk_sync_any(bool say)
 #ifndef MK_REHEARSE
 #define MK_REHEARSE 1
 #endif
-MK_DEV void mk_route_one_run(const mk_dev *d)
+template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
 {
     const mk_route *t = &d->in->route;
-    const uint32_t e = d->tid, n = t->experts, topk = t->topk;
+    const uint32_t n = t->experts, topk = t->topk, e = d->tid * PER;
     mk_routes *out = (mk_routes *)mk_local_at(d, d->in->signal_vec);
     mk_route_lists *x = (mk_route_lists *)d->sh->red;
-    mk_spot at = {};
-    uint4 q = make_uint4(0, 0, 0, 0);
-    float bias = 0;
-    if (e < n) {
-        at = mk_spot_of(d, 0, e);
-        q = mk_spot_look(&at, 0);
-        if (t->has_bias) bias = __ldg(d->a->param + t->param_off + e);
-    }
-    if (e == 0) {
+    mk_spot at[PER] = {};
+    uint4 q[PER] = {};
+    float bias[PER] = {};
+#pragma unroll
+    for (uint32_t j = 0; j < PER; j++)
+        if (e + j < n) {
+            at[j] = mk_spot_of(d, 0, e + j);
+            q[j] = mk_spot_look(&at[j], 0);
+            if (t->has_bias) bias[j] = __ldg(d->a->param + t->param_off + e + j);
+        }
+    if (d->tid == 0) {
         mk_stage_wait(mk_smem(&d->sh->route_empty), d->memo->route_parity ^ 1, MK_FAULT_ROUTE);
         d->memo->route_parity ^= 1;
     }
+    bool late = false;
+#pragma unroll
+    for (uint32_t j = 0; j < PER; j++) late = late || (e + j < n && q[j].w != at[j].epoch);
     /* The reduction area and what the last layer's route left are free. Is somebody's logit not there yet? */
-    bool last = !mk_sync_any(e < n && q.w != at.epoch) || !MK_REHEARSE;
-    for (uint32_t i = e; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;
+    bool last = !mk_sync_any(late) || !MK_REHEARSE;
+    for (uint32_t i = d->tid; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;
     /* Then there is time for a rehearsal with numbers of no meaning: it brings the instructions into the caches, from which the other opcodes have driven them. */
 #pragma unroll 1
     for (;; last = true) {
-        uint32_t key = 0;
-        float s = 0;
-        if (e < n) {
-            s = mk_sigmoidf(last ? mk_spot_value(&at, 0, q) : (float)e);
-            key = mk_order_key(t->has_bias ? s + bias : s);
-        }
-        if (topk <= 8)
-            mk_route_all_choose<8>(d, x, key, s, topk, last);
+        uint32_t key[PER];
+        float s[PER];
+#pragma unroll
+        for (uint32_t j = 0; j < PER; j++) s[j] = e + j < n && last ? mk_spot_value(&at[j], 0, q[j]) : (float)(e + j);
+        if (t->score == MK_SCORE_SOFTMAX)
+            mk_route_all_softmax<PER>(d, x, n, s, last);
         else
-            mk_route_all_choose<16>(d, x, key, s, topk, last);
+#pragma unroll
+            for (uint32_t j = 0; j < PER; j++) s[j] = mk_sigmoidf(s[j]);
+#pragma unroll
+        for (uint32_t j = 0; j < PER; j++) key[j] = e + j < n ? mk_order_key(t->has_bias ? s[j] + bias[j] : s[j]) : 0;
+        const bool input = last && t->score != MK_SCORE_SOFTMAX;
+        if (topk <= 8)
+            mk_route_all_choose<8, PER>(d, x, key, s, topk, input);
+        else
+            mk_route_all_choose<16, PER>(d, x, key, s, topk, input);
         mk_sync();
         if (last) mk_trace_publish(d);
         if (d->warp == 0) {
@@ -335,6 +396,14 @@ MK_DEV void mk_route_one_run(const mk_dev *d)
         mk_sync();
         if (last) break;
     }
+}
+MK_DEV void mk_route_one_run(const mk_dev *d)
+{
+    mk_route_one_of<1>(d);
+}
+MK_DEV void mk_route_pair_run(const mk_dev *d)
+{
+    mk_route_one_of<2>(d);
 }
 
 /* ---- the general case ----------------------------------------------------------------------------------------------- */

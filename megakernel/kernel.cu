@@ -50,6 +50,7 @@ MK_DEV void matrix_run(const mk_insn *in)
 X(mk_embed_run)
 X(mk_delta_step_run)
 X(mk_route_one_run)
+X(mk_route_pair_run)
 X(mk_route_run)
 X(mk_sample_greedy_run)
 X(mk_sample_run)
@@ -125,7 +126,10 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_GQA_PARTIAL: mk_gqa_partial_run(in); break;
         case MK_OP_ROUTE:
             if (mk_fed_of(in)->plan.ahead) stage_ahead(n);
-            mk_route_is_one(in) ? call_mk_route_one_run(in) : call_mk_route_run(in);
+            if (!mk_route_is_one(in))
+                call_mk_route_run(in);
+            else
+                in->route.experts <= MK_COMPUTE ? call_mk_route_one_run(in) : call_mk_route_pair_run(in);
             break;
         case MK_OP_SAMPLE: mk_sample_is_greedy() ? call_mk_sample_greedy_run(in) : call_mk_sample_run(in); break;
         case MK_OP_SCHEDULE: call_mk_schedule_run(in); break;

@@ -191,5 +191,8 @@ const case_spec expert_cases[] = {
     {"EXPERT_DOWN", "fp8 512 experts, inter 512, 15|16|16", D(.experts = 512, .topk = 10, SOFT, .wtype = FP8, .k = 512, .T = 14, .n = {15, 16, 16}, .row0 = 120, .alias = 1)},
     {"EXPERT_DOWN", "fp8 64 experts, inter 1408, 46|47|47", D(.experts = 64, .topk = 6, SIG, .wtype = FP8, .k = 1408, .T = 22, .n = {46, 47, 47}, .row0 = 100, .alias = 2)},
     {"EXPERT_DOWN", "bf16 16 experts, inter 96, 17|18|17, local", D(.experts = 16, .topk = 6, SIG, .wtype = BF16, .k = 96, .T = 22, .n = {17, 18, 17}, .local = 1)},
+    {"ROUTE", "512 experts, many ties, top 10", R(.experts = 512, .topk = 10, .ties = 1, .score = MK_SCORE_SIGMOID, .renorm = 1)},
+    {"ROUTE", "300 experts, softmax, many ties, top 8", R(.experts = 300, .topk = 8, .ties = 1, .score = MK_SCORE_SOFTMAX, .renorm = 1)},
+    {"ROUTE", "256 experts, softmax, bias, top 8", R(.experts = 256, .topk = 8, SOFT, .bias = 1)},
     {0},
 };
