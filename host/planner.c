@@ -400,6 +400,24 @@ void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t
     b->load[w] += (uint64_t)(row_cost(part) * rows);
 }
 
+void mk_emit_low_rank(mk_builder *b, uint32_t w, mk_insn *in, uint32_t which, const mk_mat *mat, uint32_t row0, uint32_t rows)
+{
+    mk_low_rank *l = &in->delta.low[which];
+    mk_queue *q = &b->queue[w];
+    l->wtype = mat->wtype;
+    l->scale_k = mat->scale_k;
+    if (mat->wtype == MK_W_FP8) {
+        l->phase = (uint16_t)(mk_mat_scale_row(mat, row0) % MK_SCALE_ROWS);
+        l->nseg = (uint16_t)mk_segments(l->phase, rows);
+    }
+    uint32_t bytes = (uint32_t)mk_delta_segment_bytes(&in->delta, which);
+    mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_TAPE, .wtype = mat->wtype, .halves = 1, .mat = {mat, NULL}, .worker = w, .row0 = row0, .rows = rows,
+                                    .phase = l->phase, .nseg = l->nseg, .dst = q->tape});
+    in->tape_bytes += bytes;
+    q->tape += bytes;
+    b->load[w] += bytes;
+}
+
 void mk_emit_gemv(mk_builder *b, uint32_t layer, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, const mk_gemv_spec *s)
 {
     mk_gemv_arg a = {s, layer};

@@ -1,6 +1,6 @@
 /* Layers of the gated delta rule.
  *
- *   KDA   [low: f_a g_a b | q k v] -> fz: f_b g_b -> DELTA per head and value slice -> o (+ h)
+ *   KDA   [low: f_a g_a b | q k v] -> DELTA per head and value slice, f_b and g_b in it -> o (+ h)
  *   GDN   [low: b | fz: a z | q k v] -> DELTA per head and value slice -> o (+ h)
  */
 #include "host/planner_internal.h"
@@ -10,38 +10,29 @@
 /* Where the inputs of the items lie: set by the projections. */
 typedef struct inputs {
     uint32_t low_pub, qkv_pub, fz_pub;
-    uint32_t f0, z0, b0; /* f of head 0, z of head 0 in "fz"; b of head 0 in "low" */
+    uint32_t f0, z0, b0; /* f of head 0, z of head 0 in "fz" (low rank: first inputs in "low"); b of head 0 in "low" */
 } inputs;
 
-/* Low rank first: two exchanges. */
+/* One exchange: what follows the low-rank vector is left to DELTA_STEP. */
 static inputs project_kda(mk_builder *b, mk_roles *R, uint32_t layer, const mk_delta_mixer *d, mk_gemv_spec s)
 {
-    uint32_t W = b->cfg->workers, *cut = R->cut[0], *cut2 = R->cut[2];
+    uint32_t W = b->cfg->workers, *cut = R->cut[0];
     mk_part low[3] = {mk_whole(&d->f_a), mk_whole(&d->g_a), mk_whole(&d->b)};
     mk_part qkv[3] = {mk_whole(&d->q), mk_whole(&d->k), mk_whole(&d->v)};
-    mk_part fz[2] = {mk_whole(&d->f_b), mk_whole(&d->g_b)};
-    fz[1].in_off = d->f_a.n;
-    const mk_part *g1[2] = {low, qkv}, *g2[1] = {fz};
-    uint32_t n1[2] = {3, 3}, n2[1] = {2};
-    mk_split(b, g1, n1, 2, cut);
-    mk_split(b, g2, n2, 1, cut2);
+    const mk_part *g[2] = {low, qkv};
+    uint32_t n[2] = {3, 3};
+    mk_split(b, g, n, 2, cut);
     if (!R->have_delta) {
         R->low = mk_vec_split(b, "low", mk_act(b), low, 3, cut);
         R->qkv = mk_vec_split(b, "qkv", mk_act(b), qkv, 3, cut + W + 1);
-        R->fz = mk_vec_split(b, "fz", mk_act(b), fz, 2, cut2);
     }
-    inputs in = {mk_pub(b, R->low), mk_pub(b, R->qkv), mk_pub(b, R->fz), 0, d->f_b.n, d->f_a.n + d->g_a.n};
+    inputs in = {.low_pub = mk_pub(b, R->low), .qkv_pub = mk_pub(b, R->qkv), .f0 = 0, .z0 = d->f_a.n, .b0 = d->f_a.n + d->g_a.n};
     mk_phase_begin(b);
     s.out_vec = R->low, s.out_pub = in.low_pub;
     mk_emit_gemv(b, layer, low, 3, cut, &s);
     s.out_vec = R->qkv, s.out_pub = in.qkv_pub;
     mk_emit_gemv(b, layer, qkv, 3, cut + W + 1, &s);
     mk_phase_end(b, "qkv", layer, NULL);
-
-    mk_phase_begin(b);
-    mk_gemv_spec t = {.in_vec = R->low, .in_pub = in.low_pub, .out_vec = R->fz, .out_pub = in.fz_pub};
-    mk_emit_gemv(b, layer, fz, 2, cut2, &t);
-    mk_phase_end(b, "fz", layer, d->f_b.n + d->g_b.n < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
     return in;
 }
 
@@ -111,8 +102,9 @@ void mk_plan_delta(mk_builder *b, mk_roles *R, uint32_t layer)
         e->q_off = kh * d->dk;
         e->k_off = D + kh * d->dk;
         e->v_off = 2 * D + head * d->dv + v0;
-        e->f_off = p.f0 + head * decays;
-        e->z_off = p.z0 + head * d->dv + v0;
+        e->f_off = p.f0 + (low_rank ? 0 : head * decays);
+        e->z_off = p.z0 + (low_rank ? 0 : head * d->dv + v0);
+        e->rank = (uint16_t)(low_rank ? d->f_a.n : 0);
         e->b_off = p.b0 + head;
         mk_param_align(b, 4); /* a channel's taps are one load */
         e->param_off = mk_param(b, &d->conv_q, (d->conv_at[0] + kh * d->dk) * d->taps, d->dk * d->taps);
@@ -124,7 +116,13 @@ void mk_plan_delta(mk_builder *b, mk_roles *R, uint32_t layer)
         e->state_off = b->state;
         b->state += (mk_delta_state_bytes(e) + 127) & ~127ull;
         mk_wait_values(b, in, R->qkv, p.qkv_pub, e->q_off, e->v_off + dv - e->q_off);
-        mk_wait_values(b, in, R->fz, p.fz_pub, e->f_off, e->z_off + dv - e->f_off);
+        if (low_rank) {
+            mk_emit_low_rank(b, w, in, 0, &d->f_b, head * d->dk, d->dk);
+            mk_emit_low_rank(b, w, in, 1, &d->g_b, head * d->dv + v0, dv);
+            mk_wait_values(b, in, R->low, p.low_pub, e->f_off, e->z_off + e->rank - e->f_off);
+        } else {
+            mk_wait_values(b, in, R->fz, p.fz_pub, e->f_off, e->z_off + dv - e->f_off);
+        }
         mk_wait_values(b, in, R->low, p.low_pub, e->b_off, 1);
         mk_signal(in, R->o, o_pub, i);
         b->load[w] += mk_delta_state_bytes(e) + (uint64_t)d->dk * dv * 4;

@@ -75,6 +75,8 @@ typedef struct mk_gemv_arg {
 void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg);
 void mk_emit_gemv(mk_builder *b, uint32_t layer, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, const mk_gemv_spec *s);
 mk_insn *mk_emit(mk_builder *b, uint32_t worker, uint32_t op, uint32_t layer);
+/* Rows [row0, row0 + rows) of a matrix as one more segment of the tape of DELTA_STEP `in`, the newest instruction of worker w. */
+void mk_emit_low_rank(mk_builder *b, uint32_t w, mk_insn *in, uint32_t which, const mk_mat *mat, uint32_t row0, uint32_t rows);
 void mk_wait_all(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub);
 void mk_wait_values(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub, uint32_t first, uint32_t n);
 void mk_wait_slice(mk_builder *b, mk_insn *in, uint32_t vec, uint32_t pub, uint32_t slice);
@@ -122,7 +124,7 @@ static inline uint32_t mk_act(const mk_builder *b)
 }
 static inline uint32_t mk_norm_param(mk_builder *b, const mk_norm *n)
 {
-    b->param = (b->param + 3) & ~(uint64_t)3; /* the kernel loads four at a time */
+    mk_param_align(b, 4); /* the kernel loads four at a time */
     return mk_param(b, &n->gamma, 0, n->gamma.n);
 }
 static inline mk_part mk_whole(const mk_mat *m)

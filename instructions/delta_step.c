@@ -6,8 +6,10 @@
  *   published: o * o_norm * gate(z), gate = sigmoid or silu; the trailer is sum o^2 over the slice (the reader divides by the head's norm)
  *   wait[0]  "qkv": values [q_off, q_off+dk), [k_off, k_off+dk), [v_off, v_off+dv): u
  *   wait[1]  "fz": values [f_off, f_off+dk) ([f_off] for MK_DECAY_HEAD) and [z_off, z_off+dv)
+ *            with rank: "low": values [f_off, f_off+rank) and [z_off, z_off+rank), of which f = W_f x_f and z = W_z x_z
  *   wait[2]  "low": value b_off
  *   signal   one slice of "o": dv values and the trailer
+ *   tape     with rank: the segments of W_f (dk rows) and W_z (dv rows)
  *   params   f32 w[2*dk + dv][taps], A_log[1], dt_bias[dk] ([1] for MK_DECAY_HEAD), o_norm[dv] at param_off
  *   state    at state_off of the row's slot: f32[2*dk + dv][taps], u of the last `taps` positions, oldest first (zeros before the first token); then, at
  *            mk_delta_matrix_at, f32[dk][dv]
@@ -15,6 +17,7 @@
  * Sums over key channels are sequential, ascending. With a = e^g the twin computes m = sum_i (k_i a_i) S_i and
  * o = sum_i (q_i a_i) S_i + (q.k) d from the old state in one pass, then S_i <- a_i S_i + k_i d in a second over the same cache lines.
  * Source of the mathematics: models.md 3.1 step 1, 3.2 (3.1 for the head decay). */
+#include "instructions/matvec.h"
 #include "instructions/mk_math.h"
 #include "instructions/op.h"
 #include "instructions/vec8.h"
@@ -114,16 +117,37 @@ MK_CLONES static float gate_output(float *restrict o, const float *restrict norm
     return sum;
 }
 
+/* f (which = 0) or z of all rows out of their low-rank inputs: y[r * stride ...]. */
+static void low_rank(mk_ctx *c, uint32_t which, float *x, float *y, uint32_t stride)
+{
+    const mk_delta *d = &c->in->delta;
+    const mk_low_rank *l = &d->low[which];
+    uint32_t nrows = c->step->nrows, padded = mk_staged_stride(d->rank);
+    const float *xr[MK_MAX_ROWS];
+    float *yr[MK_MAX_ROWS];
+    mk_segment s = {.data = c->mem->tape + c->prog->tape_base[c->worker] + c->in->tape_off + (which ? mk_delta_segment_bytes(d, 0) : 0), .wtype = l->wtype,
+                    .rows = which ? d->dv : d->dk, .k = d->rank, .halves = 1, .nseg = l->nseg, .phase = l->phase, .scale_k = l->scale_k};
+    memset(x, 0, (size_t)nrows * padded * sizeof *x);
+    for (uint32_t r = 0; r < nrows; r++) {
+        xr[r] = x + (size_t)r * padded;
+        yr[r] = y + (size_t)r * stride;
+        mk_read(c, 1, r, which ? d->z_off : d->f_off, d->rank, x + (size_t)r * padded);
+    }
+    mk_matvec(&s, xr, nrows, yr);
+}
+
 void mk_delta_step_twin(mk_ctx *c)
 {
     const mk_delta *d = &c->in->delta;
     uint32_t dk = d->dk, dv = d->dv, n = mk_delta_channels(d), decays = mk_delta_decays(d);
     const float *w = c->mem->param + d->param_off, *param = w + mk_delta_rate_at(d);
-    float *u = c->scratch, *y = u + n, *a = y + n, *k = a + dk, *ka = k + dk, *qa = ka + dk, *qn = qa + dk, *z = qn + dk, *o = z + dv;
+    float *u = c->scratch, *y = u + n, *k = y + n, *ka = k + dk, *qa = ka + dk, *qn = qa + dk, *o = qn + dk, *fz = o + dv, *x = fz + (size_t)MK_MAX_ROWS * (dk + dv);
     uint64_t slot_bytes = c->prog->info.state_slot_bytes, matrix = mk_delta_matrix_at(d);
 
+    for (uint32_t which = 0; d->rank && which < 2; which++) low_rank(c, which, x, fz + which * dk, dk + dv);
     for (uint32_t r = 0; r < c->step->nrows; r++) {
         const mk_row *row = &c->step->row[r];
+        float *a = fz + (size_t)r * (dk + dv), *z = a + dk;
         uint8_t *to = c->mem->state + row->state_write * slot_bytes + d->state_off;
         const uint8_t *from = c->mem->state + row->state_read * slot_bytes + d->state_off;
         float b;
@@ -135,8 +159,10 @@ void mk_delta_step_twin(mk_ctx *c)
         mk_read(c, 0, r, d->q_off, dk, u);
         mk_read(c, 0, r, d->k_off, dk, u + dk);
         mk_read(c, 0, r, d->v_off, dv, u + 2 * dk);
-        mk_read(c, 1, r, d->f_off, decays, a);
-        mk_read(c, 1, r, d->z_off, dv, z);
+        if (!d->rank) {
+            mk_read(c, 1, r, d->f_off, decays, a);
+            mk_read(c, 1, r, d->z_off, dv, z);
+        }
         mk_read(c, 2, r, d->b_off, 1, &b);
         convolve((const float *)from, (float *)to, w, d->taps, u, y, n);
         float qk = gates(dk, decays, param, y, y + dk, a, k, ka, qa, qn);

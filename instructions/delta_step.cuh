@@ -1,7 +1,9 @@
 /* DELTA_STEP on the device. Semantics: delta_step.c; in memory the delta rule's state is [dv][dk] here.
  * First a thread has a channel: a warp 32 of q or k, then 32 of whatever else the item takes. What comes from memory is asked for before anything is waited for: packets,
  * the convolution's inputs and weights, and the four columns of the state that a warp has in registers from then on, its lanes four key channels each. The norms
- * of q and k are sums beside those of the columns, so that one barrier is enough before them. */
+ * of q and k are sums beside those of the columns, so that one barrier is enough before them.
+ * f and z of a low rank are products on tensor cores, 16 rows of weights a warp, all rows of the step as columns; the weights come from the tape by plain loads: the
+ * controller has had them brought to L2. */
 #ifndef MK_DELTA_STEP_CUH
 #define MK_DELTA_STEP_CUH
 
@@ -21,6 +23,9 @@ typedef struct mk_delta_row {
     float z[MK_DELTA_DV]; /* o_norm * gate */
     float o[MK_DELTA_DV];
     float beta, pad[3];
+    /* low rank: the inputs of f and those of z as 16-bit floats in eight blocks of 32, and what a block is to be multiplied by */
+    uint16_t low[2 * MK_DELTA_RANK];
+    float unscale[8];
 } mk_delta_row;
 static_assert(sizeof(mk_delta_row) * MK_MAX_ROWS <= MK_STAGING && sizeof(mk_delta_row) % 16 == 0, "eight rows fit");
 static_assert(2 * MK_DELTA_DK == MK_COMPUTE, "a thread has a channel of q or k");
@@ -32,12 +37,15 @@ MK_DEV bool mk_row_follows(const mk_step *step, uint32_t r)
     return r > 0 && before->slot == row->slot && before->state_write == row->state_read && before->pos + 1 == row->pos;
 }
 
-/* By the controller, when it feeds the instruction: the item's state and parameters are on their way to L2 before the instruction begins. */
-MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, const mk_delta *e, uint32_t lane)
+/* By the controller, when it feeds the instruction: the item's state, parameters and weights are on their way to L2 before the instruction begins. */
+MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, const mk_fed *f, uint32_t lane)
 {
+    const mk_delta *e = &f->in.delta;
     const uint32_t params = (mk_delta_rate_at(e) + 1 + mk_delta_decays(e) + e->dv) * 4, state = (uint32_t)mk_delta_state_bytes(e);
 #pragma unroll 1
     for (uint32_t i = lane * 128; i < params; i += 32 * 128) mk_prefetch((const uint8_t *)(a->param + e->param_off) + i);
+#pragma unroll 1
+    for (uint32_t i = lane * 128; i < f->in.tape_bytes; i += 32 * 128) mk_prefetch(a->tape + f->plan.tape + i);
 #pragma unroll 1
     for (uint32_t r = 0; r < step->nrows; r++) {
         const mk_row *row = &step->row[r];
@@ -133,22 +141,142 @@ MK_DEV float4 mk_delta_load(const mk_dev *d, const mk_delta *e, uint64_t matrix,
     return __ldcg((const float4 *)(d->a->state + row->state_read * d->a->state_slot_bytes + matrix) + v * (MK_DELTA_DK / 4) + d->lane);
 }
 
-/* All that the item takes, of all rows, into the staging area; and the state of row 0's first columns into s. By units of 32 values: 8 of q and k, one a warp, then
- * those of f, b, v and z. */
-MK_DEV void mk_delta_take(const mk_dev *d, const mk_delta *e, uint64_t matrix, mk_delta_row *rows, float4 *s)
+/* ---- f and z of a low rank ------------------------------------------------------------------------------------------- */
+
+/* LOW: the weights' type, 0: no low rank. Block w of 32 inputs goes with half a K block of FP8, or a whole one of BF16: lane 4 g + t of a warp multiplies what quarter t
+ * of the K block has of it, 8 values, with those of rows g and g + 8 of its tile. */
+#define MK_DELTA_LOADS(LOW) ((LOW) == MK_W_FP8 ? 4 : 8) /* 16 bytes each: rows g and g + 8 of every K block */
+
+/* Which input lane `lane` of the warp that takes block w has: eight lanes those of one quarter. */
+template <uint32_t LOW> MK_DEV uint32_t mk_delta_input(uint32_t w, uint32_t lane)
 {
-    const uint32_t nrows = d->step->nrows, lane = d->lane, head = e->decay == MK_DECAY_HEAD, nf = head ? 1 : MK_DELTA_DK / 32, nv = (e->dv + 31) / 32;
-    const uint32_t units = MK_WARPS + nf + 1 + 2 * nv, key = d->tid >= MK_DELTA_DK;
+    return LOW == MK_W_FP8 ? (w >> 1) * 64 + (lane >> 3) * 16 + (w & 1) * 8 + (lane & 7) : w * 32 + lane;
+}
+/* Takes one input of every row: the warps' first half those of f. */
+template <uint32_t LOW> MK_DEV void mk_delta_inputs(const mk_dev *d, const mk_spot *spot, uint4 look, mk_delta_row *rows)
+{
+    const uint32_t nrows = d->step->nrows;
+#pragma unroll 1
+    for (uint32_t r = 0;;) {
+        const uint4 q = look;
+        if (r + 1 < nrows) look = mk_spot_look(spot, r + 1);
+        const float x = mk_spot_value(spot, r, q);
+        __syncwarp();
+        if (LOW == MK_W_FP8) { /* a power of two brings the block into f16's range, exactly but for what is below 2^-38 of its largest value */
+            const float scale = mk_f16_scale(__reduce_max_sync(0xffffffffu, __float_as_uint(x) & 0x7fffffffu), 0);
+            rows[r].low[d->tid] = (uint16_t)mk_f16_pair(x * scale, 0);
+            if (d->lane == 0) rows[r].unscale[d->warp] = mk_unscale(scale);
+        } else {
+            rows[r].low[d->tid] = (uint16_t)mk_bf16_bits(x);
+        }
+        if (++r == nrows) break;
+    }
+}
+/* A lane's weights of the tile of 16 rows that begins at row0 of a segment of `rows` rows. */
+template <uint32_t LOW> MK_DEV void mk_delta_weights(const uint8_t *weights, uint32_t rows, uint32_t row0, uint32_t lane, uint4 *a)
+{
+    const uint32_t g = row0 + lane / 4, last = rows - 1;
+#pragma unroll
+    for (int i = 0; i < MK_DELTA_LOADS(LOW); i++) {
+        const uint32_t row = min(g + (i & 1) * 8, last);
+        a[i] = __ldg((const uint4 *)(weights + mk_quarter_at(rows, i / 2, lane & 3, row)));
+    }
+}
+/* The tile's products with the inputs of all rows (which 0: of f), m16n8's fragment. */
+template <uint32_t LOW> MK_DEV void mk_delta_product(const mk_delta_row *rows, uint32_t nrows, uint32_t which, uint32_t lane, const uint4 *a, const float *scale, float *sum)
+{
+    const uint32_t g = lane / 4, t = lane & 3;
+    const mk_delta_row *x = rows + (g < nrows ? g : 0), *even = rows + (2 * t < nrows ? 2 * t : 0), *odd = rows + (2 * t + 1 < nrows ? 2 * t + 1 : 0);
+#pragma unroll
+    for (uint32_t w = 0; w < 4; w++) {
+        uint4 b = *(const uint4 *)(x->low + (which * 4 + w) * 32 + t * 8);
+        if (g >= nrows) b = make_uint4(0, 0, 0, 0);
+        float c[4];
+        if (LOW == MK_W_FP8) {
+            const uint4 p = a[w & 2], q = a[(w & 2) + 1];
+            uint32_t m[4], n[4];
+            mk_fp8_open(w & 1 ? p.z : p.x, &m[0], &m[2]);
+            mk_fp8_open(w & 1 ? q.z : q.x, &m[1], &m[3]);
+            mk_fp8_open(w & 1 ? p.w : p.y, &n[0], &n[2]);
+            mk_fp8_open(w & 1 ? q.w : q.y, &n[1], &n[3]);
+            mk_mma_f16_first(c, m, b.x, b.y);
+            mk_mma_f16(c, n, b.z, b.w);
+            const float u = even->unscale[which * 4 + w] * scale[w >> 1], v = odd->unscale[which * 4 + w] * scale[w >> 1];
+            sum[0] = w ? __fmaf_rn(c[0], u, sum[0]) : __fmul_rn(c[0], u);
+            sum[1] = w ? __fmaf_rn(c[1], v, sum[1]) : __fmul_rn(c[1], v);
+            sum[2] = w ? __fmaf_rn(c[2], u, sum[2]) : __fmul_rn(c[2], u);
+            sum[3] = w ? __fmaf_rn(c[3], v, sum[3]) : __fmul_rn(c[3], v);
+        } else {
+            const uint32_t m[4] = {a[2 * w].x, a[2 * w + 1].x, a[2 * w].y, a[2 * w + 1].y}, n[4] = {a[2 * w].z, a[2 * w + 1].z, a[2 * w].w, a[2 * w + 1].w};
+            if (w)
+                mk_mma_bf16(sum, m, b.x, b.y);
+            else
+                mk_mma_bf16_first(sum, m, b.x, b.y);
+            mk_mma_bf16(sum, n, b.z, b.w);
+        }
+    }
+}
+/* Where a segment's weights are, and its scales by K block (1 in BF16). */
+template <uint32_t LOW> MK_DEV const uint8_t *mk_delta_segment(const uint8_t *segment, const mk_low_rank *l, float *scale)
+{
+    if (LOW != MK_W_FP8) return segment;
+    scale[0] = __ldg((const float *)segment);
+    scale[1] = __ldg((const float *)segment + (l->scale_k == 64));
+    return segment + 16;
+}
+/* Decays and gates of all rows; begun by the loads of the warp's first tile, of f. */
+template <uint32_t LOW> MK_DEV void mk_delta_low(const mk_dev *d, const mk_delta *e, const uint8_t *tape, const float *param, mk_delta_row *rows, uint4 *a, float *scale)
+{
+    const uint32_t nrows = d->step->nrows, lane = d->lane, tiles = (e->dv + 15) / 16, i = lane & 15;
+    const float rate = -mk_delta_exp(__ldg(param));
+#pragma unroll 1
+    for (uint32_t which = 0;; which++) {
+        const uint32_t n = which ? e->dv : MK_DELTA_DK, channel = 16 * d->warp + i;
+        const float p = channel < n ? __ldg(param + 1 + (which ? MK_DELTA_DK : 0) + channel) : 0;
+        float sum[4];
+        mk_delta_product<LOW>(rows, nrows, which, lane, a, scale, sum);
+        const bool more = !which && d->warp < tiles;
+        if (more) mk_delta_weights<LOW>(mk_delta_segment<LOW>(tape + mk_delta_segment_bytes(e, 0), &e->low[1], scale), e->dv, 16 * d->warp, lane, a);
+        float *to = (which ? rows->z : rows->a) + 16 * d->warp;
+        const uint32_t c = lane / 4, r0 = 2 * (lane & 3), stride = sizeof(mk_delta_row) / 4;
+        if (r0 < nrows) to[r0 * stride + c] = sum[0], to[r0 * stride + c + 8] = sum[2];
+        if (r0 + 1 < nrows) to[(r0 + 1) * stride + c] = sum[1], to[(r0 + 1) * stride + c + 8] = sum[3];
+        __syncwarp();
+#pragma unroll 1
+        for (uint32_t r = lane / 16; r < nrows; r += 2) {
+            float *at = to + r * stride + i;
+            const float x = *at;
+            *at = which ? __fmul_rn(p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : x, x)) : mk_delta_decay(x + p, rate);
+        }
+        __syncwarp();
+        if (!more) break;
+    }
+}
+
+/* ---- the instruction ------------------------------------------------------------------------------------------------- */
+
+/* All that the item takes, of all rows, into the staging area; and the state of row 0's first columns into s. By units of 32 values: 8 of q and k, one a warp, then
+ * those of f, b, v and z; with a low rank 8 of its inputs, then b and v. */
+template <uint32_t LOW> MK_DEV void mk_delta_take(const mk_dev *d, const mk_delta *e, uint64_t matrix, mk_delta_row *rows, float4 *s)
+{
+    const uint32_t nrows = d->step->nrows, lane = d->lane, head = e->decay == MK_DECAY_HEAD, nf = LOW ? 0 : head ? 1 : MK_DELTA_DK / 32, nv = (e->dv + 31) / 32;
+    const uint32_t nz = LOW ? 0 : nv, units = MK_WARPS + nf + 1 + nv + nz, key = d->tid >= MK_DELTA_DK;
+    mk_spot input = {}; /* ptxas keeps alive, across all opcodes, what is not set on every path */
+    uint4 input_look = make_uint4(0, 0, 0, 0);
+    if (LOW) {
+        input = mk_spot_of(d, 1, (key ? e->z_off : e->f_off) + mk_delta_input<LOW>(d->warp & 3, lane));
+        input_look = mk_spot_look(&input, 0);
+    }
     const float *const weight = d->a->param + e->param_off, *const param = weight + mk_delta_rate_at(e);
     const mk_spot spot = mk_spot_of(d, 0, key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid);
     const uint4 look = mk_spot_look(&spot, 0);
     const float4 w = __ldg((const float4 *)weight + d->tid), past = mk_delta_past(d, e, 0, d->tid);
 #pragma unroll 1
     for (uint32_t u = d->warp + MK_WARPS;; u += MK_WARPS) {
-        const bool is_f = u < MK_WARPS + nf, is_b = u == MK_WARPS + nf, is_v = !is_f && !is_b && u < units - nv;
-        const uint32_t i = (is_f ? u - MK_WARPS : is_b ? 0 : is_v ? u - (units - 2 * nv) : u - (units - nv)) * 32 + lane;
+        const bool is_f = u < MK_WARPS + nf, is_b = u == MK_WARPS + nf, is_v = !is_f && !is_b && u < units - nz;
+        const uint32_t i = (is_f ? u - MK_WARPS : is_b ? 0 : is_v ? u - (units - nz - nv) : u - (units - nz)) * 32 + lane;
         const bool has = u < units && i < (is_f ? head ? 1 : MK_DELTA_DK : is_b ? 1 : e->dv);
-        mk_spot other = {}; /* ptxas keeps alive, across all opcodes, what is not set on every path */
+        mk_spot other = {};
         uint4 first = make_uint4(0, 0, 0, 0);
         float4 taps = make_float4(0, 0, 0, 0), before = taps;
         float p = 0, rate = 0;
@@ -166,6 +294,7 @@ MK_DEV void mk_delta_take(const mk_dev *d, const mk_delta *e, uint64_t matrix, m
         if (u < 2 * MK_WARPS) {
 #pragma unroll
             for (int c = 0; c < MK_DELTA_COLS; c++) s[c] = mk_delta_load(d, e, matrix, 0, d->warp + c * MK_WARPS);
+            if (LOW) mk_delta_inputs<LOW>(d, &input, input_look, rows);
             mk_delta_convolve(d, e, &spot, look, w, past, d->tid, rows->qk + d->tid);
             __syncwarp();
         }
@@ -213,11 +342,12 @@ MK_DEV void mk_delta_publish(uint32_t lane, uint32_t dv, const mk_delta_row *x, 
     }
 }
 
-MK_DEV void mk_delta_step_run(const mk_dev *d)
+template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
 {
-    const mk_delta *e = &d->in->delta;
-    const mk_places *place = &mk_fed_of(d->in)->place;
-    const mk_vec *out = &d->sh->vec[d->in->signal_vec];
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_delta *e = &in->delta;
+    const mk_places *place = &mk_fed_of(in)->place;
+    const mk_vec *out = &d->sh->vec[in->signal_vec];
     const uint32_t dv = e->dv, nrows = d->step->nrows, lane = d->lane, head = e->decay == MK_DECAY_HEAD;
     const uint64_t matrix = e->state_off + mk_delta_matrix_at(e);
     mk_delta_row *rows = (mk_delta_row *)d->sh->staging;
@@ -225,7 +355,17 @@ MK_DEV void mk_delta_step_run(const mk_dev *d)
     uint4 *const to = place->out + d->warp * out->nslice * out->slice_packets; /* of row `warp` */
     const uint32_t epoch = place->out_epoch;
     mk_staged_drop(d);
-    mk_delta_take(d, e, matrix, rows, s);
+    if (LOW) {
+        const uint8_t *tape = d->a->tape + mk_fed_of(in)->plan.tape;
+        uint4 a[MK_DELTA_LOADS(LOW)] = {};
+        float scale[2] = {1, 1};
+        mk_delta_take<LOW>(d, e, matrix, rows, s);
+        mk_delta_weights<LOW>(mk_delta_segment<LOW>(tape, &e->low[0], scale), MK_DELTA_DK, 16 * d->warp, lane, a);
+        mk_sync();
+        mk_delta_low<LOW>(d, e, tape, d->a->param + e->param_off + mk_delta_rate_at(e), rows, a, scale);
+    } else {
+        mk_delta_take<LOW>(d, e, matrix, rows, s);
+    }
     mk_sync();
     mk_trace_input(d);
     mk_trace_bytes(d, nrows * MK_DELTA_DK * dv * 4);
@@ -277,6 +417,12 @@ MK_DEV void mk_delta_step_run(const mk_dev *d)
             }
         }
     mk_sync();
+}
+
+MK_DEV void mk_delta_step_run(const mk_insn *in)
+{
+    const uint32_t low = in->delta.rank ? in->delta.low[0].wtype : 0;
+    low == MK_W_FP8 ? mk_delta_step_of<MK_W_FP8>(in) : low ? mk_delta_step_of<MK_W_BF16>(in) : mk_delta_step_of<0>(in);
 }
 
 #endif

@@ -161,22 +161,30 @@ enum mk_decay { MK_DECAY_CHANNEL = 0 /* KDA: one g a key channel */, MK_DECAY_HE
  * and v channels; then
  *   x = f + dt_bias; g = -exp(A_log) softplus(x) (linear above 20); q,k <- l2norm (eps 1e-6 inside the root), q *= dk^-1/2
  *   S <- diag(e^g) S; m = k'S; d = sigmoid(b) (v - m); S += k d'; o = q'S;  publish o * o_norm * gate(z), trailer sum(o^2)
- * wait[0]: "qkv": a range that holds the item's q, k and v. wait[1]: "fz": one that holds f (of the head's dk channels, or one) and z (of the dv channels).
- * wait[2]: "low" (b). Of a range it looks at those slices alone that hold its values: nothing is known of the others (validate_order.c).
+ * wait[0]: "qkv": a range that holds the item's q, k and v. wait[1]: "fz": one that holds f (of the head's dk channels, or one) and z (of the dv channels); with
+ * `rank` it is "low": one that holds the `rank` inputs of f and those of z, and f (dk values) and z (dv values) are products with two matrix segments, the
+ * instruction's tape, f's first. wait[2]: "low" (b). Of a range it looks at those slices alone that hold its values: nothing is known of the others (validate_order.c).
  * Parameters f32 at param_off: the convolution's weights [2*dk+dv][taps], tap order of the checkpoint (tap taps-1 is the current token); A_log[1];
  * dt_bias[dk] ([1] for MK_DECAY_HEAD); o_norm[dv].
  * State f32 at state_off of the row's slot: the last `taps` raw inputs of every channel, oldest first, [2*dk+dv][taps]; from the next multiple of 128 bytes on
  * the delta rule's [dk][dv]. */
+typedef struct mk_low_rank {
+    uint16_t phase, nseg, scale_k; /* as in mk_gemv */
+    uint8_t wtype;                 /* enum mk_wtype */
+    uint8_t pad;
+} mk_low_rank;
 typedef struct mk_delta {
     uint16_t dk, dv, taps;
     uint8_t decay; /* enum mk_decay */
     uint8_t gate;  /* enum mk_gate: what z goes through (KDA: sigmoid, GDN: silu) */
     uint32_t q_off, k_off, v_off; /* values in wait[0]'s vector */
-    uint32_t f_off, z_off;        /* values in wait[1]'s vector */
+    uint32_t f_off, z_off;        /* values in wait[1]'s vector; with rank: first input of each */
     uint32_t b_off;               /* value in wait[2]'s vector */
     uint32_t param_off;
-    uint32_t pad;
+    uint16_t rank; /* 0: f and z are in "fz" */
+    uint16_t pad;
     uint64_t state_off; /* in the slot's state, bytes */
+    mk_low_rank low[2]; /* segments of f and of z; zero without rank */
 } mk_delta;
 MK_BOTH uint32_t mk_delta_channels(const mk_delta *d)
 {
@@ -422,6 +430,13 @@ MK_BOTH uint64_t mk_segment_bytes(uint32_t wtype, uint32_t rows, uint32_t k, uin
 MK_BOTH uint32_t mk_segments(uint32_t phase, uint32_t rows)
 {
     return (phase + rows + MK_SCALE_ROWS - 1) / MK_SCALE_ROWS;
+}
+
+/* Bytes of DELTA_STEP's segment of f (which = 0) or z. */
+MK_BOTH uint64_t mk_delta_segment_bytes(const mk_delta *d, uint32_t which)
+{
+    const mk_low_rank *l = &d->low[which];
+    return d->rank ? mk_segment_bytes(l->wtype, which ? d->dv : d->dk, d->rank, l->nseg, l->scale_k) : 0;
 }
 
 #endif

@@ -5,7 +5,7 @@
  *   LM_HEAD       rows x chunk(k)                             chunked: rows x n f32
  *   EXPERT_UP     rows x chunk(k)                             chunked: rows x 2 x longest slice f32
  *   EXPERT_DOWN   rows x chunk(k) of one expert               rows x n f32
- *   DELTA_STEP    rows x (3 dk + 2 dv + 1) f32                the state, dk x dv f32
+ *   DELTA_STEP    rows x (3 dk + 2 dv + 2 rank + 1) f32       the state, dk x dv f32
  *   KV_APPEND     rows x (latent + rope) f32                  -
  *   MLA_PARTIAL   MK_HEAD_GROUP heads x (latent + rope)       the same heads x 128 tokens (sums are in registers)
  *   COMBINE       gate: rows x n f32                          rows x n f32, two f32 a split
@@ -60,7 +60,7 @@ static uint64_t staging(const mk_program *p, const mk_insn *in)
     case MK_OP_EXPERT_DOWN:
         return ROWS * pad64(chunk(in->expert.k, ae)) * ae;
     case MK_OP_DELTA_STEP:
-        return ROWS * (3ull * in->delta.dk + 2ull * in->delta.dv + 1) * 4;
+        return ROWS * (3ull * in->delta.dk + 2ull * in->delta.dv + 2ull * in->delta.rank + 1) * 4;
     case MK_OP_KV_APPEND:
         return ROWS * ((uint64_t)in->mla.latent + in->mla.rope) * 4;
     case MK_OP_MLA_PARTIAL:

@@ -47,7 +47,7 @@ int mk_check_reserved(mk_check *c, uint32_t x)
 #define PAD(field) nonzero(&in->field, sizeof in->field)
     switch (in->opcode) {
     case MK_OP_EMBED: pad = PAD(embed.pad); break;
-    case MK_OP_DELTA_STEP: pad = PAD(delta.pad); break;
+    case MK_OP_DELTA_STEP: pad = PAD(delta.pad) | PAD(delta.low[0].pad) | PAD(delta.low[1].pad) | (!in->delta.rank && PAD(delta.low)); break;
     case MK_OP_KV_APPEND:
     case MK_OP_MLA_PARTIAL:
     case MK_OP_COMBINE: pad = PAD(mla.pad); break;
@@ -303,8 +303,12 @@ static int check_delta(mk_check *c, uint32_t x, const mk_delta *d)
     TRY(reads(c, x, 0, d->q_off, d->dk, "q"));
     TRY(reads(c, x, 0, d->k_off, d->dk, "k"));
     TRY(reads(c, x, 0, d->v_off, d->dv, "v"));
-    TRY(reads(c, x, 1, d->f_off, mk_delta_decays(d), "f"));
-    TRY(reads(c, x, 1, d->z_off, d->dv, "z"));
+    TRY(reads(c, x, 1, d->f_off, d->rank ? d->rank : mk_delta_decays(d), d->rank ? "f's inputs" : "f"));
+    TRY(reads(c, x, 1, d->z_off, d->rank ? d->rank : d->dv, d->rank ? "z's inputs" : "z"));
+    for (uint32_t k = 0; d->rank && k < 2; k++) /* the row that a segment begins with is not told: its phase says enough */
+        TRY(segment(c, x, d->low[k].wtype, k ? d->dv : mk_delta_decays(d), 1, d->rank, d->low[k].phase, d->low[k].phase, d->low[k].nseg, d->low[k].scale_k));
+    if (d->rank && d->decay != MK_DECAY_CHANNEL) return mk_refuse(c, x, "a product makes one f a head, expected one a channel");
+    TRY(tape(c, x, mk_delta_segment_bytes(d, 0) + mk_delta_segment_bytes(d, 1)));
     TRY(reads(c, x, 2, d->b_off, 1, "b"));
     TRY(params(c, x, d->param_off, (uint64_t)mk_delta_rate_at(d) + 1 + mk_delta_decays(d) + d->dv, "convolution, A_log, dt_bias, o_norm"));
     TRY(signals_slice(c, x, d->dv));
@@ -327,8 +331,8 @@ uint32_t mk_looks_at(const mk_check *c, uint32_t x, uint32_t k, mk_slices s[3])
     const uint32_t slice0 = in->wait[k].slice0, *start = mk_vec_starts(c->p, mk_wait_vec(c, in, k));
     s[0] = (mk_slices){slice0, in->wait[k].nslice};
     if (in->opcode != MK_OP_DELTA_STEP || k == 2) return 1;
-    s[0] = slices_of(start, slice0, k ? d->f_off : d->q_off, k ? mk_delta_decays(d) : d->dk);
-    s[1] = slices_of(start, slice0, k ? d->z_off : d->k_off, k ? d->dv : d->dk);
+    s[0] = slices_of(start, slice0, k ? d->f_off : d->q_off, k ? d->rank ? d->rank : mk_delta_decays(d) : d->dk);
+    s[1] = slices_of(start, slice0, k ? d->z_off : d->k_off, k ? d->rank ? d->rank : d->dv : d->dk);
     if (k) return 2;
     s[2] = slices_of(start, slice0, d->v_off, d->dv);
     return 3;
@@ -619,7 +623,7 @@ int mk_check_insn(mk_check *c, uint32_t x)
     if (in->opcode == MK_OP_GEMV) want += in->gemv.epilogue == MK_EPI_ADD ? 1 : in->gemv.epilogue == MK_EPI_GATED ? 2 : 0;
     if (in->opcode == MK_OP_COMBINE) want += in->mla.gate != 0;
     if (in->nwait != want) return mk_refuse(c, x, "%u waits, expected %u", in->nwait, want);
-    if (in->opcode != MK_OP_GEMV && in->opcode != MK_OP_LM_HEAD && in->tape_bytes)
+    if (in->opcode != MK_OP_GEMV && in->opcode != MK_OP_LM_HEAD && in->opcode != MK_OP_DELTA_STEP && in->tape_bytes)
         return mk_refuse(c, x, "consumes %u bytes of tape, expected none", in->tape_bytes);
     if (in->flags & MK_F_STAGED) TRY(check_staged(c, x));
     const mk_insn *src;

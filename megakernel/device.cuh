@@ -35,6 +35,7 @@
 #define MK_MAX_PIECES     (8 * MK_COMPUTE) /* of the LM head */
 #define MK_RED_FLOATS     4864u /* of partial sums */
 #define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
+#define MK_DELTA_RANK     128u /* of f and z in DELTA_STEP, where they have one */
 #define MK_STEP_RING      8u
 #define MK_NEAR_SLOTS     8u /* streams that SCHEDULE keeps in shared memory */
 #define MK_STEP_PACKETS   ((uint32_t)((sizeof(mk_step) + 11) / 12))
@@ -144,8 +145,10 @@ typedef struct mk_plan {
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
     uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
     uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
-    uint32_t ahead;           /* ROUTE: 1: the next instruction's input can be staged while the logits are waited for */
-    uint32_t pad;
+    union {
+        uint32_t ahead;       /* ROUTE: 1: the next instruction's input can be staged while the logits are waited for */
+        uint64_t tape;        /* DELTA_STEP: its segments, in the tape region */
+    };
 } mk_plan;
 static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32 };

@@ -153,6 +153,11 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         AT_MOST("value channels", 128, in->delta.dv);
         EXPECT("value channels modulo 4", 0, in->delta.dv % 4);
         EXPECT("the convolution's parameters modulo 4", 0, in->delta.param_off % 4);
+        if (!in->delta.rank) return MK_OK;
+        EXPECT("rank of f and z", MK_DELTA_RANK, in->delta.rank);
+        EXPECT("type of z's weights", in->delta.low[0].wtype, in->delta.low[1].wtype);
+        EXPECT("type of the low-rank vector", MK_BF16, p->vec[in->wait[1].vec].dtype);
+        for (uint32_t k = 0; k < 2 && in->delta.low[k].wtype == MK_W_FP8; k++) EXPECT("scale blocks of a low-rank segment", 1, in->delta.low[k].nseg);
         return MK_OK;
     case MK_OP_KV_APPEND:
         AT_MOST("channels of a cache row", 640, m->latent + m->rope);
@@ -489,7 +494,8 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             } else if (!in->tape_bytes) {
                 rc = plan_of(g, in, NULL, &keys, &plan[k], err);
             }
-            if (!in->tape_bytes) continue;
+            if (in->opcode == MK_OP_DELTA_STEP) plan[k].tape = p->tape_base[w % workers] + in->tape_off; /* it reads its segments itself */
+            if (!in->tape_bytes || in->opcode == MK_OP_DELTA_STEP) continue;
             int lm = in->opcode == MK_OP_LM_HEAD;
             const mk_gemv *v = &in->gemv;
             uint32_t halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1, wtype = lm ? in->lm_head.wtype : v->wtype;

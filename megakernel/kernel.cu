@@ -48,7 +48,6 @@ MK_DEV void matrix_run(const mk_insn *in)
         run(&d);                                                                                                       \
     }
 X(mk_embed_run)
-X(mk_delta_step_run)
 X(mk_route_one_run)
 X(mk_route_pair_run)
 X(mk_route_run)
@@ -118,7 +117,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_LM_HEAD: matrix_run(in); break;
         case MK_OP_EXPERT_UP: mk_expert_up_run(in); break;
         case MK_OP_EXPERT_DOWN: mk_expert_down_run(in); break;
-        case MK_OP_DELTA_STEP: call_mk_delta_step_run(in); break;
+        case MK_OP_DELTA_STEP: mk_delta_step_run(in); break;
         case MK_OP_KV_APPEND: mk_kv_append_run(in); break;
         case MK_OP_MLA_PARTIAL: mk_mla_partial_run(in); break;
         case MK_OP_COMBINE: mk_combine_run(in); break;
@@ -304,7 +303,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
                 attention_ahead(a, sh, &sh->fed[slot], lane);
                 __syncwarp();
             }
-            if (sh->fed[slot].in.opcode == MK_OP_DELTA_STEP) mk_delta_ahead(a, &sh->step, &sh->fed[slot].in.delta, lane);
+            if (sh->fed[slot].in.opcode == MK_OP_DELTA_STEP) mk_delta_ahead(a, &sh->step, &sh->fed[slot], lane);
             if (lane == 0) mk_store_relaxed(a->position + worker, i - first);
             if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
         }

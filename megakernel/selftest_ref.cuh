@@ -149,14 +149,17 @@ static __global__ void ref_embed(ref a)
 /* A block an item, a thread a value channel; rows in order. The delta rule's state is [dv][dk]. */
 static __global__ void ref_delta(ref a)
 {
-    __shared__ float x[3 * 1024]; /* q, k, v of the row */
+    __shared__ float x[3 * 1024], decay[1024]; /* of the row: q, k, v; f */
     const mk_insn *in = &a.insn[blockIdx.x];
     const mk_delta *d = &in->delta;
     const uint32_t v = threadIdx.x, dk = d->dk, n = mk_delta_channels(d), head = d->decay == MK_DECAY_HEAD, taps = d->taps;
     const float *w = a.param + d->param_off, *par = w + mk_delta_rate_at(d), *o_norm = par + 1 + mk_delta_decays(d);
+    const uint8_t *tape = a.tape + a.tape_base[a.worker[blockIdx.x]] + in->tape_off;
+    const ref_segment W_f = {tape, d->low[0].wtype, dk, d->rank, 1, d->low[0].nseg, d->low[0].phase, d->low[0].scale_k};
+    const ref_segment W_z = {tape + mk_delta_segment_bytes(d, 0), d->low[1].wtype, d->dv, d->rank, 1, d->low[1].nseg, d->low[1].phase, d->low[1].scale_k};
     for (uint32_t r = 0; r < a.step.nrows; r++) {
         const mk_row *row = &a.step.row[r];
-        const float *qkv = a.in[0].value + (size_t)r * a.in[0].width, *f = a.in[1].value + (size_t)r * a.in[1].width + d->f_off;
+        const float *qkv = a.in[0].value + (size_t)r * a.in[0].width, *f = a.in[1].value + (size_t)r * a.in[1].width + d->f_off, *g = f - d->f_off + d->z_off;
         float *at = a.state + row->state_write * a.state_words + (d->state_off - a.state_lo) / 4, *s = at + mk_delta_matrix_at(d) / 4 + v * dk;
         for (uint32_t c = v; c < n; c += blockDim.x) {
             float *u = at + (size_t)c * taps;
@@ -168,6 +171,7 @@ static __global__ void ref_delta(ref a)
             }
             x[c] = (float)(y * ref_sigmoid(y));
         }
+        for (uint32_t i = v; i < mk_delta_decays(d); i += blockDim.x) decay[i] = d->rank ? (float)ref_dot(&W_f, i, f) : f[i];
         __syncthreads();
         double qq = 0, kk = 0, m = 0, o = 0, beta = ref_sigmoid(a.in[2].value[(size_t)r * a.in[2].width + d->b_off]);
         for (uint32_t i = 0; i < dk; i++) {
@@ -177,7 +181,7 @@ static __global__ void ref_delta(ref a)
         }
         const double rq = 1 / sqrt(qq + 1e-6) / sqrt((double)dk), rk = 1 / sqrt(kk + 1e-6);
         for (uint32_t i = 0; i < dk; i++) {
-            double t = (double)f[head ? 0 : i] + par[1 + (head ? 0 : i)], g = -exp((double)par[0]) * (t > 20 ? t : log1p(exp(t)));
+            double t = (double)decay[head ? 0 : i] + par[1 + (head ? 0 : i)], g = -exp((double)par[0]) * (t > 20 ? t : log1p(exp(t)));
             s[i] = (float)(s[i] * exp(g));
             m += s[i] * (x[dk + i] * rk);
         }
@@ -186,7 +190,7 @@ static __global__ void ref_delta(ref a)
             s[i] = (float)(s[i] + x[dk + i] * rk * delta);
             o += s[i] * (x[i] * rq);
         }
-        const double z = a.in[1].value[(size_t)r * a.in[1].width + d->z_off + v], gate = d->gate == MK_GATE_SILU ? z * ref_sigmoid(z) : ref_sigmoid(z);
+        const double z = d->rank ? ref_dot(&W_z, v, g) : g[v], gate = d->gate == MK_GATE_SILU ? z * ref_sigmoid(z) : ref_sigmoid(z);
         const size_t to = (size_t)r * a.out_width + a.out_start[in->signal_slice] + v;
         a.aux[to] = (float)o;
         a.want[to] = (float)(o * o_norm[v] * gate);

@@ -104,7 +104,8 @@ static float as_bf16(float x, int act_f32)
 /* ---- DELTA_STEP ------------------------------------------------------------------------------------------------------ */
 
 static struct {
-    uint32_t dk, dv, taps, act_f32, qkv, fz, low, o, q_off, k_off, v_off, f_off, z_off, b_off, qkv_width, fz_width, low_width;
+    uint32_t dk, dv, taps, act_f32, qkv, fz, low, o, q_off, k_off, v_off, f_off, z_off, b_off, qkv_width, fz_width, low_width, rank;
+    const float *weights[2]; /* with rank: [dk][rank], [dv][rank] */
 } dl;
 
 static void delta_input(uint32_t stream, uint32_t pos, float *qkv, float *fz, float *low)
@@ -113,7 +114,7 @@ static void delta_input(uint32_t stream, uint32_t pos, float *qkv, float *fz, fl
     one_fill(id * 3, qkv, dl.qkv_width, 1.5);
     one_fill(id * 3 + 1, fz, dl.fz_width, 1.5);
     one_fill(id * 3 + 2, low, dl.low_width, 1.0);
-    if (pos % 5 == 3) fz[dl.f_off] = 30.0f; /* softplus above its linear bound */
+    if (pos % 5 == 3 && !dl.rank) fz[dl.f_off] = 30.0f; /* softplus above its linear bound */
     for (uint32_t i = 0; i < dl.qkv_width; i++) qkv[i] = as_bf16(qkv[i], (int)dl.act_f32);
     for (uint32_t i = 0; i < dl.fz_width; i++) fz[i] = as_bf16(fz[i], (int)dl.act_f32);
     for (uint32_t i = 0; i < dl.low_width; i++) low[i] = as_bf16(low[i], (int)dl.act_f32);
@@ -146,13 +147,35 @@ static double convolved(const float (*past)[2048], const float *w, uint32_t pos,
     return silu(y);
 }
 
-static void delta_case(uint32_t dk, uint32_t dv, uint32_t taps, uint32_t decay, uint32_t gate, int act_f32)
+/* f (which = 0) or z of a token, value i. */
+static double low_value(const float *fz, uint32_t which, uint32_t i)
+{
+    const float *x = fz + (which ? dl.z_off : dl.f_off);
+    double y = 0;
+    for (uint32_t j = 0; j < dl.rank; j++) y += (double)dl.weights[which][i * dl.rank + j] * (double)x[j];
+    return dl.rank ? y : (double)x[i];
+}
+
+/* A BF16 segment of `rows` x dl.rank small weights at `to`; what they are, to `value`. */
+static void low_segment(uint8_t *to, uint32_t which, uint32_t rows, float *value)
+{
+    one_fill(31 + which, value, (size_t)rows * dl.rank, 0.3);
+    for (uint32_t i = 0; i < rows * dl.rank; i++) {
+        uint32_t row = i / dl.rank, k = i % dl.rank;
+        uint16_t h = mk_f32_to_bf16(value[i]);
+        value[i] = mk_bf16_to_f32(h);
+        memcpy(to + mk_quarter_at(rows, k / 32, k % 32 / 8, row) + k % 8 * 2, &h, 2);
+    }
+    dl.weights[which] = value;
+}
+
+static void delta_case(uint32_t dk, uint32_t dv, uint32_t taps, uint32_t decay, uint32_t gate, uint32_t rank, int act_f32)
 {
     onestep *o = one_new(2, act_f32);
     uint32_t dtype = act_f32 ? MK_F32 : MK_BF16, nd = decay == MK_DECAY_HEAD ? 1 : dk, width = dv + 1, channels = 2 * dk + dv, heads = 3;
     dl.dk = dk, dl.dv = dv, dl.taps = taps, dl.act_f32 = (uint32_t)act_f32;
     dl.q_off = dk, dl.k_off = heads * dk + dk, dl.v_off = heads * 2 * dk + 2 * dv + 7, dl.qkv_width = heads * channels + 40;
-    dl.f_off = 3, dl.z_off = dl.f_off + nd + 11, dl.fz_width = dl.z_off + dv + 2, dl.b_off = 17, dl.low_width = 20;
+    dl.rank = rank, dl.f_off = 3, dl.z_off = dl.f_off + (rank ? rank : nd) + 11, dl.fz_width = dl.z_off + (rank ? rank : dv) + 2, dl.b_off = 17, dl.low_width = 20;
     float param[384 * 8 + 1 + 128 + 128], *w = param, *rate = param + channels * taps;
     uint64_t seed = 21;
     one_fill(7, w, channels * taps, 0.5);
@@ -172,7 +195,18 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t taps, uint32_t decay, 
     one_to(o, dl.o, 1);
     o->in.delta = (mk_delta){.dk = (uint16_t)dk, .dv = (uint16_t)dv, .taps = (uint16_t)taps, .decay = (uint8_t)decay, .gate = (uint8_t)gate, .q_off = dl.q_off,
                              .k_off = dl.k_off, .v_off = dl.v_off, .f_off = dl.f_off, .z_off = dl.z_off, .b_off = dl.b_off, .param_off = param_off,
-                             .state_off = state_off};
+                             .state_off = state_off, .rank = (uint16_t)rank};
+    float *values = malloc((size_t)(dk + dv) * (rank + 1) * sizeof *values);
+    assert_non_null(values);
+    if (rank) {
+        o->in.delta.low[0].wtype = o->in.delta.low[1].wtype = MK_W_BF16;
+        uint64_t first = mk_delta_segment_bytes(&o->in.delta, 0), both = first + mk_delta_segment_bytes(&o->in.delta, 1);
+        uint8_t *tape = one_tape(o, both + 128) + 128;
+        o->in.tape_off = 128;
+        o->in.tape_bytes = (uint32_t)both;
+        low_segment(tape, 0, dk, values);
+        low_segment(tape + first, 1, dv, values + (size_t)dk * rank);
+    }
     uint32_t matrix = state_off + (uint32_t)mk_delta_matrix_at(&o->in.delta);
     state_begin = state_off, state_end = state_off + (uint32_t)mk_delta_state_bytes(&o->in.delta);
     one_alloc(o, 2 * STREAMS, state_end + 256, STREAMS, 64, 64);
@@ -201,7 +235,7 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t taps, uint32_t decay, 
             for (uint32_t i = 0; i < dk; i++) {
                 q[i] = x[i] / sqrt(nq + 1e-6) / sqrt((double)dk);
                 k[i] = x[dk + i] / sqrt(nk + 1e-6);
-                double f = (double)fz[dl.f_off + (nd == 1 ? 0 : i)] + (double)rate[1 + (nd == 1 ? 0 : i)];
+                double f = low_value(fz, 0, nd == 1 ? 0 : i) + (double)rate[1 + (nd == 1 ? 0 : i)];
                 double g = -exp((double)rate[0]) * (f > 20 ? f : log1p(exp(f)));
                 for (uint32_t j = 0; j < dv; j++) S[i * dv + j] *= exp(g);
             }
@@ -215,7 +249,7 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t taps, uint32_t decay, 
                     raw[j] += q[i] * S[i * dv + j];
                 }
                 sq += raw[j] * raw[j];
-                double z = (double)fz[dl.z_off + j];
+                double z = low_value(fz, 1, j);
                 y[j] = raw[j] * (double)rate[1 + nd + j] * (gate == MK_GATE_SILU ? z : 1) / (1 + exp(-z));
             }
             y[dv] = sq;
@@ -244,31 +278,35 @@ static void delta_case(uint32_t dk, uint32_t dv, uint32_t taps, uint32_t decay, 
         if (e > worst) worst = e;
         one_close("trailer", got[0] + (size_t)i * width + dv, ref + (size_t)i * width + dv, 1, rms_sq, 1e-5);
     }
-    print_message("delta dk %u dv %u taps %u decay %u gate %u act_f32 %d: max error %.2g of a typical output\n", dk, dv, taps, decay, gate, act_f32, worst);
+    print_message("delta dk %u dv %u taps %u decay %u gate %u rank %u act_f32 %d: max error %.2g of a typical output\n", dk, dv, taps, decay, gate, rank, act_f32, worst);
     for (int how = 0; how < CUT_COUNT; how++) free(got[how]);
     free(S);
     free(ref);
+    free(values);
     one_free(o);
 }
 
 static void test_delta(void **state)
 {
     (void)state;
-    delta_case(16, 8, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
-    delta_case(24, 13, 2, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
-    delta_case(16, 8, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0);
-    delta_case(16, 40, 7, MK_DECAY_HEAD, MK_GATE_SIGMOID, 1);
-    delta_case(16, 40, 4, MK_DECAY_HEAD, MK_GATE_SILU, 1);
-    delta_case(16, 40, 4, MK_DECAY_HEAD, MK_GATE_SILU, 0);
+    delta_case(16, 8, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0, 1);
+    delta_case(24, 13, 2, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0, 1);
+    delta_case(16, 8, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0, 0);
+    delta_case(16, 8, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 40, 1);
+    delta_case(16, 40, 4, MK_DECAY_CHANNEL, MK_GATE_SILU, 16, 0);
+    delta_case(16, 40, 7, MK_DECAY_HEAD, MK_GATE_SIGMOID, 0, 1);
+    delta_case(16, 40, 4, MK_DECAY_HEAD, MK_GATE_SILU, 0, 1);
+    delta_case(16, 40, 4, MK_DECAY_HEAD, MK_GATE_SILU, 0, 0);
 }
 
 static void test_delta_real(void **state)
 {
     (void)state;
-    delta_case(128, 32, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
-    delta_case(128, 32, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0);
-    delta_case(128, 128, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 1);
-    delta_case(128, 128, 4, MK_DECAY_HEAD, MK_GATE_SILU, 1);
+    delta_case(128, 32, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0, 1);
+    delta_case(128, 32, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0, 0);
+    delta_case(128, 128, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 0, 1);
+    delta_case(128, 32, 4, MK_DECAY_CHANNEL, MK_GATE_SIGMOID, 128, 0);
+    delta_case(128, 128, 4, MK_DECAY_HEAD, MK_GATE_SILU, 0, 1);
 }
 
 /* ---- ROUTE ----------------------------------------------------------------------------------------------------------- */

@@ -58,7 +58,7 @@ static int none_wrong(void **state)
 static void valid_programs(void **state)
 {
     (void)state;
-    static const char *const layers[] = {NULL, "Df", "Mf", "De", "Ds", "Me", "DeDeDe", "MfMfMfMs", "DfMf"};
+    static const char *const layers[] = {NULL, "Df", "Mf", "De", "Ds", "Me", "DeDeDe", "MfMfMfMs", "DfMf", "Kf", "KeDfKs"};
     for (size_t l = 0; l < sizeof layers / sizeof layers[0]; l++)
         for (uint32_t w = 1; w <= 16; w += w < 9 ? 1 : 7) {
             accepts(pb_make(&(pb_config){.workers = w, .layers = layers[l], .smem_limit = 200000}));
@@ -253,6 +253,16 @@ static void shapes(void **state)
     BREAK(IN(1, DELTA_STEP, 0)->delta.dv = 4, "DELTA_STEP", "publishes 4 values, slice 1 of o has 8");
     BREAK(IN(3, DELTA_STEP, 0)->delta.z_off = 0, "DELTA_STEP", "reads z, values [0, 8) of fz");
     BREAK(IN(1, DELTA_STEP, 0)->delta.b_off = 0, "DELTA_STEP", "reads b, values [0, 1) of low");
+#define BREAK_LOW(how, where, why) BREAK_OF(pb_make(&(pb_config){.workers = 4, .layers = "Kf"}), how, where, why)
+    BREAK_LOW(IN(1, DELTA_STEP, 0)->delta.rank = 0, "DELTA_STEP", "reserved bytes");
+    BREAK_LOW(IN(1, DELTA_STEP, 0)->delta.rank = 24, "DELTA_STEP", "reads f's inputs, values [0, 24) of low");
+    BREAK_LOW(IN(1, DELTA_STEP, 0)->delta.z_off = 5, "DELTA_STEP", "reads z's inputs, values [5, 21) of low");
+    BREAK_LOW(IN(1, DELTA_STEP, 0)->delta.decay = MK_DECAY_HEAD, "DELTA_STEP", "expected one a channel");
+    BREAK_LOW(IN(1, DELTA_STEP, 0)->delta.low[0].wtype = 0, "DELTA_STEP", "weights of type 0");
+    BREAK_LOW(IN(1, DELTA_STEP, 0)->delta.low[0].pad = 1, "DELTA_STEP", "reserved bytes");
+    BREAK_LOW(IN(1, DELTA_STEP, 0)->delta.low[1].phase = 125, "DELTA_STEP", "scales: phase 125 and 1 segments, rows [125, 133) have phase 125 and 2");
+    BREAK_LOW(IN(1, DELTA_STEP, 0)->delta.low[1].scale_k = 32, "DELTA_STEP", "scales cover 32 columns");
+    BREAK_LOW(IN(1, DELTA_STEP, 0)->tape_bytes += 128, "DELTA_STEP", "bytes of tape, its segment has");
     BREAK(VEC("o")->trailer = 0, "DELTA_STEP", "publishes a trailer, o has none");
     BREAK(VEC("fz")->trailer = 1, "GEMV", "publishes no trailer, fz has one");
     BREAK(IN(1, MLA_PARTIAL, 0)->mla.in_off = 12, "MLA_PARTIAL", "q_pe of the last head");

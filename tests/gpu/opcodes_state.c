@@ -6,7 +6,7 @@
 #include <string.h>
 
 typedef struct state_arg {
-    uint32_t dk, dv, decay, gate;
+    uint32_t dk, dv, decay, gate, rank, wtype, scale_k;
 } state_arg;
 
 static void rows_of_streams(mk_case *c)
@@ -32,7 +32,7 @@ static void delta_make(mk_case *c, const void *arg)
     uint64_t state = 512;
     for (uint32_t w = 0; w <= W; w++) start[w] = w * a->dv;
     case_even(c, "qkv", MK_BF16, 0, W * n, 7);
-    case_even(c, "fz", MK_BF16, 0, W * (f + a->dv), 5);
+    case_even(c, "fz", MK_BF16, 0, W * (f + a->dv) + 2 * a->rank, 5);
     case_even(c, "low", MK_BF16, 0, W + 3, 2);
     case_packet(c, "o", MK_BF16, 1, start, W);
     for (uint32_t w = 0; w < W; w++) {
@@ -46,10 +46,25 @@ static void delta_make(mk_case *c, const void *arg)
                                .k_off = W * a->dk + w * a->dk, .v_off = 2 * W * a->dk + w * a->dv, .f_off = w * f, .z_off = W * f + w * a->dv, .b_off = w + 2,
                                .param_off = param, .state_off = state};
         state += mk_delta_state_bytes(&in->delta) + 128;
+        if (a->rank) {
+            in->delta.rank = (uint16_t)a->rank;
+            in->delta.f_off = w + 3;
+            in->delta.z_off = a->rank + w + 10;
+            for (uint32_t k = 0; k < 2; k++) {
+                in->delta.low[k] = (mk_low_rank){.wtype = (uint8_t)a->wtype, .scale_k = (uint16_t)a->scale_k};
+                if (a->wtype == MK_W_FP8) in->delta.low[k].nseg = 1, in->delta.low[k].phase = (uint16_t)(k && a->dv < 128 ? 16 * w : 0);
+                in->tape_bytes += (uint32_t)mk_delta_segment_bytes(&in->delta, k);
+            }
+        }
         for (uint32_t k = 0; k < 3; k++) case_wait(c, in, k);
         case_to(c, in, 3, w);
     }
     case_seal(c, &(case_sizes){.state_slot = state + 512});
+    for (uint32_t w = 0; w < W && a->rank; w++) {
+        const mk_delta *d = &c->in[w]->delta;
+        case_segment(c, case_tape(c, w), a->wtype, d->dk, a->rank, d->low[0].nseg, a->scale_k, 1);
+        case_segment(c, case_tape(c, w) + mk_delta_segment_bytes(d, 0), a->wtype, d->dv, a->rank, d->low[1].nseg, a->scale_k, 1);
+    }
     c->pos[0] = 62;
 }
 
@@ -67,6 +82,9 @@ const case_spec state_cases[] = {
     {"DELTA_STEP", "decay by channel, dv 32, sigmoid", S(.dk = 128, .dv = 32, .decay = MK_DECAY_CHANNEL, .gate = MK_GATE_SIGMOID)},
     {"DELTA_STEP", "decay by head, dv 64, silu", S(.dk = 128, .dv = 64, .decay = MK_DECAY_HEAD, .gate = MK_GATE_SILU)},
     {"DELTA_STEP", "decay by head, dv 16, silu", S(.dk = 128, .dv = 16, .decay = MK_DECAY_HEAD, .gate = MK_GATE_SILU)},
+    {"DELTA_STEP", "rank 128 FP8, dv 32, sigmoid", S(.dk = 128, .dv = 32, .decay = MK_DECAY_CHANNEL, .gate = MK_GATE_SIGMOID, .rank = 128, .wtype = MK_W_FP8, .scale_k = 128)},
+    {"DELTA_STEP", "rank 128 FP8 by 64, dv 36, silu", S(.dk = 128, .dv = 36, .decay = MK_DECAY_CHANNEL, .gate = MK_GATE_SILU, .rank = 128, .wtype = MK_W_FP8, .scale_k = 64)},
+    {"DELTA_STEP", "rank 128 BF16, dv 128, sigmoid", S(.dk = 128, .dv = 128, .decay = MK_DECAY_CHANNEL, .gate = MK_GATE_SIGMOID, .rank = 128, .wtype = MK_W_BF16, .scale_k = 128)},
     {"DELTA_STEP", "decay by head, dv 36, sigmoid", S(.dk = 128, .dv = 36, .decay = MK_DECAY_HEAD, .gate = MK_GATE_SIGMOID)},
     {0},
 };

@@ -189,15 +189,16 @@ static uint32_t V(const builder *b, const char *name)
     return pb_vec(b->p, name);
 }
 
-static void delta_layer(builder *b, uint32_t layer, uint32_t norm)
+/* rank: f and z are DELTA_STEP's own products. */
+static void delta_layer(builder *b, uint32_t layer, uint32_t norm, uint32_t rank)
 {
-    uint32_t h = V(b, "h"), low = V(b, "low"), qkv = V(b, "qkv"), fz = V(b, "fz"), o = V(b, "o");
-    uint32_t lp = publish(b, low), qp = publish(b, qkv), fp = publish(b, fz), op = publish(b, o), D = HEADS * DK;
+    uint32_t h = V(b, "h"), low = V(b, "low"), qkv = V(b, "qkv"), fz = rank ? low : V(b, "fz"), o = V(b, "o");
+    uint32_t lp = publish(b, low), qp = publish(b, qkv), fp = rank ? lp : publish(b, fz), op = publish(b, o), D = HEADS * DK;
     gemv d = {.layer = layer, .in = h, .in_pub = b->h_pub, .k = HIDDEN, .prologue = MK_PRO_RMS, .param_off = norm, .wtype = MK_W_BF16, .out = low, .out_pub = lp};
     emit_gemvs(b, &d);
     d.out = qkv, d.out_pub = qp;
     for (uint32_t s = 0; s < b->A; s++) emit_gemv(b, s, s, &d)->flags = MK_F_STAGED;
-    emit_gemvs(b, &(gemv){.layer = layer, .in = low, .in_pub = lp, .k = LOW, .wtype = MK_W_BF16, .out = fz, .out_pub = fp});
+    if (!rank) emit_gemvs(b, &(gemv){.layer = layer, .in = low, .in_pub = lp, .k = LOW, .wtype = MK_W_BF16, .out = fz, .out_pub = fp});
     for (uint32_t i = 0; i < HEADS; i++) {
         uint32_t w = mk_start(i, b->A, HEADS);
         mk_insn *in = emit(b, w, MK_OP_DELTA_STEP, layer);
@@ -205,7 +206,16 @@ static void delta_layer(builder *b, uint32_t layer, uint32_t norm)
                                .b_off = LOW + i, .param_off = param(b, (2 * DK + DV) * TAPS + 1 + DK + DV), .state_off = b->p->info.state_slot_bytes};
         b->p->info.state_slot_bytes += mk_delta_state_bytes(&in->delta);
         wait_values(b, in, qkv, qp, i * DK, 2 * D + DV);
-        wait_values(b, in, fz, fp, i * DK, D + DV);
+        if (rank) {
+            mk_delta *e = &in->delta;
+            e->rank = (uint16_t)rank;
+            e->f_off = 0;
+            e->z_off = LOW + HEADS - rank;
+            e->low[0] = (mk_low_rank){.wtype = MK_W_BF16};
+            e->low[1] = (mk_low_rank){.phase = (uint16_t)(i * DV), .nseg = 1, .scale_k = 128, .wtype = MK_W_FP8};
+            consume(b, w, in, mk_delta_segment_bytes(e, 0) + mk_delta_segment_bytes(e, 1));
+        }
+        wait_values(b, in, fz, fp, in->delta.f_off, rank ? LOW + HEADS : D + DV);
         wait_values(b, in, low, lp, LOW + i, 1);
         signal_slice(in, o, op, i);
     }
@@ -329,10 +339,10 @@ static void vectors(builder *b, const pb_config *c, const char *layers)
 {
     uint32_t A = b->A, T = expert_slices(b), act = c->act_f32 ? MK_F32 : MK_BF16, heads = A < HEADS ? A : HEADS;
     packet(b, "h", MK_F32, HIDDEN, A);
-    if (strchr(layers, 'D')) {
+    if (strpbrk(layers, "DK")) {
         packet(b, "low", act, LOW + HEADS, A);
         packet(b, "qkv", act, 3 * HEADS * DK, A);
-        packet(b, "fz", act, 2 * HEADS * DK, A);
+        if (strchr(layers, 'D')) packet(b, "fz", act, 2 * HEADS * DK, A);
         uint32_t o = packet(b, "o", act, HEADS * DV, HEADS);
         b->p->info.exchange_bytes = b->p->vec[o].offset;
         b->p->vec[o].trailer = 1;
@@ -393,8 +403,8 @@ mk_program *pb_make(const pb_config *c)
         signal_slice(in, h, b.h_pub, w);
     }
     for (uint32_t l = 0; l < n_layers; l++) {
-        if (layers[2 * l] == 'D')
-            delta_layer(&b, l, param(&b, HIDDEN));
+        if (layers[2 * l] == 'D' || layers[2 * l] == 'K')
+            delta_layer(&b, l, param(&b, HIDDEN), layers[2 * l] == 'K' ? LOW : 0);
         else
             mla_layer(&b, l, param(&b, HIDDEN), pool++);
         if (layers[2 * l + 1] == 'f')
