@@ -26,8 +26,9 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gemv_one(const mk_i
         const bool heads = !RMS && p->x.prologue == MK_PRO_HEADNORM;
         float *const trailer = (float *)(sh->staging + mk_staged_bytes(k, FORM) + ((k + 63) & ~63u) * (F32 ? 4 : 2));
         const uint4 *from = f->place.in[0];
-        uint32_t m[MK_PACKETS], top = 0;
-        uint4 q[MK_PACKETS];
+        constexpr uint32_t N = MK_PACKETS_OF(F32, RMS);
+        uint32_t m[N], top = 0;
+        uint4 q[N];
         float g[MK_FOURS][4], sum = 0, scale = 1;
         mk_row_ask(from, d->tid, packets, q);
         mk_row_map(sh->args.map + p->map, d->tid, packets, m);
@@ -42,7 +43,7 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gemv_one(const mk_i
         mk_row_wait(from, d->tid, 0, epoch, m, q);
         __syncwarp();
 #pragma unroll
-        for (uint32_t j = 0; j < MK_PACKETS; j++) {
+        for (uint32_t j = 0; j < N; j++) {
             if (j && j * MK_COMPUTE >= packets) break;
             top = max(top, mk_packet_order<F32>(q[j], m[j], p->x.in_off, k, ordered, &sum));
             if (heads) mk_packet_trailer(q[j], m[j], trailer - in->wait[0].slice0);

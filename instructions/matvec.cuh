@@ -245,25 +245,25 @@ template <bool F32, uint32_t FORM, bool RMS> MK_DEV void mk_stage_four(uint32_t 
     }
 }
 
-/* A row's packets, at most MK_PACKETS of a thread, as they were found. */
-MK_DEV void mk_row_ask(const uint4 *from, uint32_t tid, uint32_t packets, uint4 *q)
+/* A row's packets, N of a thread, as they were found. */
+template <uint32_t N> MK_DEV void mk_row_ask(const uint4 *from, uint32_t tid, uint32_t packets, uint4 (&q)[N])
 {
 #pragma unroll
-    for (uint32_t j = 0; j < MK_PACKETS; j++) {
+    for (uint32_t j = 0; j < N; j++) {
         q[j] = make_uint4(0, 0, 0, 0);
         if (tid + j * MK_COMPUTE < packets) q[j] = mk_packet_load(from + tid + j * MK_COMPUTE);
     }
 }
 /* What they carry. */
-MK_DEV void mk_row_map(const uint32_t *map, uint32_t tid, uint32_t packets, uint32_t *m)
+template <uint32_t N> MK_DEV void mk_row_map(const uint32_t *map, uint32_t tid, uint32_t packets, uint32_t (&m)[N])
 {
 #pragma unroll
-    for (uint32_t j = 0; j < MK_PACKETS; j++) m[j] = __ldg(map + min(tid + j * MK_COMPUTE, packets - 1));
+    for (uint32_t j = 0; j < N; j++) m[j] = __ldg(map + min(tid + j * MK_COMPUTE, packets - 1));
 }
-MK_DEV void mk_row_unmap(uint32_t tid, uint32_t packets, uint32_t *m)
+template <uint32_t N> MK_DEV void mk_row_unmap(uint32_t tid, uint32_t packets, uint32_t (&m)[N])
 {
 #pragma unroll
-    for (uint32_t j = 0; j < MK_PACKETS; j++)
+    for (uint32_t j = 0; j < N; j++)
         if (tid + j * MK_COMPUTE >= packets) m[j] = MK_MAP_NONE;
 }
 /* The gammas of a thread's values. */
@@ -285,14 +285,14 @@ MK_DEV uint32_t mk_row_gain(const float (*g)[4])
     return gain;
 }
 /* Waits for them. */
-MK_DEV void mk_row_wait(const uint4 *from, uint32_t tid, uint32_t r, uint32_t epoch, const uint32_t *m, uint4 *q)
+template <uint32_t N> MK_DEV void mk_row_wait(const uint4 *from, uint32_t tid, uint32_t r, uint32_t epoch, const uint32_t (&m)[N], uint4 (&q)[N])
 {
     uint32_t looks = 0;
     for (bool again = true; again;) {
         again = false;
         uint32_t late = 0, found = 0;
 #pragma unroll
-        for (uint32_t j = 0; j < MK_PACKETS; j++)
+        for (uint32_t j = 0; j < N; j++)
             if (q[j].w != epoch && mk_map_used(m[j])) {
                 again = true;
                 late = tid + j * MK_COMPUTE;
@@ -315,8 +315,9 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_one(const mk
     const bool heads = !RMS && plan->x.prologue == MK_PRO_HEADNORM;
     float *const trailer = (float *)(sh->staging + mk_staged_bytes(k, FORM) + ((k + 63) & ~63u) * (F32 ? 4 : 2));
     const uint4 *from = f->place.in[0];
-    uint32_t m[MK_PACKETS], top = 0;
-    uint4 q[MK_PACKETS];
+    constexpr uint32_t N = MK_PACKETS_OF(F32, RMS);
+    uint32_t m[N], top = 0;
+    uint4 q[N];
     float g[MK_FOURS][4], sum = 0;
     mk_row_ask(from, d->tid, packets, q); /* everything is asked for before anything is looked at */
     mk_row_map(sh->args.map + plan->map, d->tid, packets, m);
@@ -324,7 +325,7 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_one(const mk
     mk_row_unmap(d->tid, packets, m);
     mk_row_wait(from, d->tid, 0, f->place.epoch[0], m, q);
 #pragma unroll
-    for (uint32_t j = 0; j < MK_PACKETS; j++) {
+    for (uint32_t j = 0; j < N; j++) {
         top = max(top, mk_packet_order<F32>(q[j], m[j], plan->x.in_off, k, ordered, &sum));
         if (heads) mk_packet_trailer(q[j], m[j], trailer - in->wait[0].slice0);
     }

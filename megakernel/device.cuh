@@ -325,7 +325,7 @@ MK_BOTH uint32_t mk_staged_bytes(uint32_t k, uint32_t form)
     return mk_row_stride(k) * (form == MK_X_F32 ? MK_PLANES_F32 : 1);
 }
 /* What one row takes: packets of a thread, groups of four values of a thread. */
-#define MK_PACKETS 4u
+#define MK_PACKETS_OF(f32, rms) ((f32) || (rms) ? 4u : 6u)
 #define MK_FOURS   3u
 static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 64) <= MK_STAGING, "three planes of a chunk fit the staging area");
 

@@ -376,7 +376,7 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
     p.f32 = vec->dtype == MK_F32;
     p.packets = in->wait[0].nslice * vec->slice_packets;
     p.map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * vec->slice_packets;
-    if (p.packets <= MK_PACKETS * MK_COMPUTE && p.x.k % 4 == 0 && p.x.param_off % 4 == 0 &&
+    if (p.packets <= MK_PACKETS_OF(p.f32, p.x.prologue == MK_PRO_RMS) * MK_COMPUTE && p.x.k % 4 == 0 && p.x.param_off % 4 == 0 &&
         (p.x.prologue != MK_PRO_RMS || p.x.k <= 4 * MK_FOURS * MK_COMPUTE) && (p.x.form != MK_X_F32 || p.f32))
         p.scratch = (((p.x.k + 63) & ~63u) * values + trailers + 15) & ~15u;
     if (in->opcode == MK_OP_GEMV && p.scratch && mk_staged_bytes(p.x.k, p.x.form) + p.scratch <= MK_STAGING) {
