@@ -62,12 +62,14 @@ static void partials(const mk_program *p, const mk_step *step, const mk_insn *in
     const mk_mla *m = &in->mla;
     const mk_gqa *g = &in->gqa;
     int mla = in->opcode == MK_OP_MLA_PARTIAL;
-    uint32_t all = mla ? m->all_heads : g->heads, n = mla ? m->latent : g->dim, floats = mk_partial_floats(n), per = mla ? mk_head_group(step->row[row].pos) : g->heads / g->kv_heads;
+    uint32_t all = mla ? m->all_heads : g->heads, n = mla ? m->latent : g->dim, floats = mk_partial_floats(n), per = mla ? mk_head_group(step->row[row].pos, m->heads) : g->heads / g->kv_heads;
     uint32_t heads = mla ? m->heads : g->heads, head0 = mla ? m->head0 : 0, groups = (heads + per - 1) / per;
-    uint32_t part = mla ? m->part : g->part, parts = mla ? m->parts : g->parts, splits = mk_splits(step->row[row].pos);
+    uint32_t part = mla ? m->part : g->part, parts = mla ? m->parts : g->parts, base = row;
+    uint32_t grain = mla ? m->grain : g->grain, most = mla ? m->most : g->most, splits = mk_splits(step->row[row].pos, grain, most);
+    for (uint32_t r = 0; r < row && !mla; r++) base += mk_splits(step->row[r].pos, grain, most) * groups - 1;
     for (uint32_t s = 0; s < splits; s++)
         for (uint32_t h = 0; h < heads; h++) {
-            if ((s * groups + h / per + row) % parts != part) continue;
+            if ((s * groups + h / per + base) % parts != part) continue;
             uint64_t at = (((uint64_t)row * MK_MAX_SPLITS + s) * all + head0 + h) * floats;
             f(arg, &(mk_piece){.kind = MK_PC_PARTIAL, .region = BULK, .off = p->vec[in->signal_vec].offset + at * 4, .bytes = floats * 4ull, .n = n,
                                .slice = s, .first = (head0 + h) * n, .what = "partial (slice: split)"});

@@ -5,12 +5,40 @@
 #include "host/planner_internal.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 uint32_t mk_combine_slices(uint32_t heads, uint32_t width, uint32_t workers)
 {
     uint32_t s = 1;
     while (heads * 2 * s <= workers && width % (2 * s) == 0 && width / (2 * s) >= 16) s *= 2;
     return s;
+}
+
+/* How a row is cut: not at all while the registers of one worker hold it (gqa_partial.cuh), then into about as many items as an H200 has SMs. Of the model alone: a row's bits
+ * do not depend on the number of workers. */
+static void gqa_splits(uint32_t kv_heads, uint32_t dim, uint8_t *grain, uint8_t *most)
+{
+    uint32_t n = 2 * MK_MAX_SPLITS / kv_heads;
+    *grain = dim <= 64 ? 2 : dim <= 128 ? 1 : 0;
+    *most = (uint8_t)(n > MK_MAX_SPLITS ? MK_MAX_SPLITS : n < 2 ? 2 : n);
+}
+
+/* While a row has one split, worker i attends to KV head i and all others wait for it. It has no rows of q, k and v, then, if that leaves the others no more than one more each:
+ * it waits for theirs with everything else asked for and done. */
+static void split_qkv(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, const mk_gqa_mixer *a, uint32_t *cut)
+{
+    const mk_plan_config *cfg = b->cfg;
+    mk_plan_config fewer = *cfg;
+    uint32_t W = cfg->workers, rows = a->q.n + a->k.n + a->v.n;
+    if (a->gated || 16 * a->kv_heads > W || rows >= 33 * W) {
+        mk_split(b, parts, n_parts, 1, cut);
+        return;
+    }
+    fewer.workers = W - a->kv_heads;
+    b->cfg = &fewer;
+    mk_split(b, parts, n_parts, 1, cut + a->kv_heads);
+    b->cfg = cfg;
+    memset(cut, 0, a->kv_heads * sizeof *cut);
 }
 
 void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
@@ -26,7 +54,7 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
     mk_part qkv[3] = {mk_whole(&a->q), mk_whole(&a->k), mk_whole(&a->v)}, o = mk_whole(&a->o);
     const mk_part *g1[1] = {qkv};
     uint32_t n1[1] = {3};
-    mk_split(b, g1, n1, 1, cut);
+    split_qkv(b, g1, n1, a, cut);
     if (!R->have_gqa) {
         R->have_gqa = 1;
         R->gqa = a;
@@ -68,6 +96,7 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
     mk_param_values(b, a->inv_freq, a->rope / 2);
     qg.scale = a->scale;
     qg.parts = W;
+    gqa_splits(a->kv_heads, dim, &qg.grain, &qg.most);
 
     for (uint32_t i = 0; i < a->kv_heads; i++) {
         mk_insn *in = mk_emit(b, mk_start(i, W, a->kv_heads), MK_OP_GQA_APPEND, layer);
@@ -87,7 +116,7 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
     for (uint32_t i = 0; i < items; i++) {
         mk_insn *in = mk_emit(b, mk_start(i, W, items), MK_OP_COMBINE, layer);
         in->mla = (mk_mla){.kv_off = g.kv_off, .head0 = i / cs, .heads = 1, .latent = (uint16_t)dim, .all_heads = heads, .parts = W,
-                           .first = i % cs * cw, .n = cw};
+                           .grain = qg.grain, .most = qg.most, .first = i % cs * cw, .n = cw};
         mk_wait_all(b, in, R->gqa_part, part_pub);
         if (a->gated) {
             in->mla.gate = 1;

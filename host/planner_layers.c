@@ -50,9 +50,9 @@ static struct pieces pieces_of(mk_builder *b, const mk_part *part, const uint32_
 
 /* Rows of matrices of equal height, a head each, whose inputs differ: a worker has rows of one head, because a second instruction, with an input of its own, costs more
  * than the evenest cut saves. More heads than workers: as evenly as it goes. */
-static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint32_t *cut)
+static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint32_t workers, uint32_t *cut)
 {
-    uint32_t W = b->cfg->workers, rows = part->rows;
+    uint32_t W = workers, rows = part->rows;
     if (heads > W) {
         const mk_part *g[1] = {part};
         mk_split(b, g, &heads, 1, cut);
@@ -62,7 +62,7 @@ static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint
         uint32_t first = mk_start(h, W, heads), n = mk_start(h + 1, W, heads) - first;
         for (uint32_t k = 0; k < n; k++) cut[first + k] = h * rows + (rows % 2 ? mk_start(k, rows, n) : 2 * mk_start(k, rows / 2, n)); /* pairs of values stay together */
     }
-    cut[W] = heads * rows;
+    for (uint32_t w = W; w <= b->cfg->workers; w++) cut[w] = heads * rows;
 }
 
 static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
@@ -99,8 +99,9 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     const char *by_heads = heads <= W ? "each worker has rows of one head: ceil(rows / floor(workers / heads)) over the mean" : NULL;
     mk_split(b, g1, n1, 2, cut);
     mk_split(b, gq, one, 1, cut_q);
-    split_heads(b, uk, heads, cut_k);
-    split_heads(b, uv, heads, cut_v);
+    /* the last worker appends to the cache meanwhile: it has no head if the busiest is no busier for it */
+    split_heads(b, uk, heads, W > heads && (W - 1) / heads == W / heads ? W - 1 : W, cut_k);
+    split_heads(b, uv, heads, W, cut_v);
     if (!R->have_mla) {
         R->have_mla = 1;
         R->mla = a;

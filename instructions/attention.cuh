@@ -1,8 +1,7 @@
-/* What MLA_PARTIAL and GQA_PARTIAL share on the device: up to 16 query heads over one split of a row's cache, on tensor cores.
+/* MLA on the device: up to 16 query heads over one split of a row's cache, on tensor cores; and what GQA_PARTIAL shares with it.
  *
- * A page of 64 tokens at a time. A warp reads, once, straight from L2 into registers, blocks of 32 channels of all its tokens: for MLA two blocks, which are keys and
- * values, for GQA one of the keys and one of the values. With fewer channels several warps share a block, each with some of the tokens. All these loads are under way
- * before the queries are there, and the next page's as soon as a register is free; a split's page after that is prefetched into L2.
+ * A page of 64 tokens at a time. A warp reads, once, straight from L2 into registers, two blocks of 32 channels of all its tokens, which are keys and values. All these
+ * loads are under way before the queries are there, and the next page's as soon as a register is free; a split's page after that is prefetched into L2.
  *   scores   a warp's: of its channels alone, heads by eight (the right operand; tokens are the left one's rows), into shared memory
  *   softmax  warp w has heads w and w + 8: adds the warps' scores, p = exp(s - max) rounded to bf16, a running maximum; sum p adds the same rounded p
  *   sums     the registers, transposed, times p: a warp has its own channels
@@ -16,7 +15,6 @@
 #define MK_ATT_HEADS  16u
 #define MK_ATT_PAGES  256u             /* of a split */
 #define MK_ATT_LATENT (64u * MK_WARPS) /* channels of a latent at most: a warp has 64 */
-#define MK_ATT_VALUES (32u * MK_WARPS) /* channels of a GQA head */
 #define MK_ATT_P_WORDS 36u             /* of a head's probabilities: 32, and rows fall into different banks */
 static_assert(MK_PAGE == 64 && MK_WARPS == 8, "registers and lanes are dealt out for these");
 
@@ -24,10 +22,9 @@ static_assert(MK_PAGE == 64 && MK_WARPS == 8, "registers and lanes are dealt out
 typedef struct mk_att {
     const uint32_t *pages;      /* the row's page table */
     uint64_t key_off;           /* of a page's first key: from page 0's place in the KV region */
-    uint32_t value_off;         /* from a page's first key to its first value */
     uint32_t bytes;             /* from token to token */
     uint32_t span;              /* bytes of a page that are read, from key_off on */
-    uint32_t nk, nv;            /* values of a key, of a value: multiples of 8; of a latent: of 32 */
+    uint32_t nk, nv;            /* values of a key: a multiple of 8; of a latent: of 32 */
     uint32_t fine;              /* first block of 32 values of a query with a second plane */
     uint32_t heads, first, end; /* tokens [first, end) */
     float scale;
@@ -139,6 +136,61 @@ MK_DEV void mk_read_together(const mk_dev *d, uint32_t k, uint32_t row, uint32_t
     mk_read_of(d, &d->in->wait[k], k, row, first, n, dst, at, threads);
 }
 
+/* Values [first, first + n) of a row of a bf16 wait, by one warp: asked for, 32 packets at a time, before anything is waited for, and taken as f32 into shared memory. */
+typedef struct mk_asked {
+    uint4 x;
+    const uint4 *at;
+    uint32_t from, to, s, p; /* values that the lane's packet carries of those, none: from = to; its slice and place in it */
+    bool more;               /* its slice does not begin behind them */
+} mk_asked;
+MK_DEV void mk_asked_at(mk_asked *k, const mk_dev *d, const mk_wait *w, const uint4 *row, uint32_t epoch, uint32_t first, uint32_t n)
+{
+    const mk_vec *v = &d->sh->vec[w->vec];
+    const uint16_t *start = d->sh->start + v->start_index + w->slice0;
+    const uint32_t sp = v->slice_packets, up = mk_quot(k->p, mk_div_by_slice(v));
+    k->s += up;
+    k->p -= up * sp;
+    k->at = row + k->s * sp + k->p;
+    k->from = k->to = first + n;
+    k->x = make_uint4(0, 0, 0, epoch);
+    k->more = k->s < w->nslice && start[k->s] < first + n;
+    if (!k->more) return;
+    k->from = start[k->s] + 6 * k->p;
+    k->to = min((uint32_t)start[k->s + 1], first + n);
+    if (k->from < k->to && k->from + 6 > first)
+        k->x = mk_packet_load(k->at);
+    else
+        k->to = k->from;
+}
+MK_DEV void mk_asked_for(mk_asked *k, const mk_dev *d, const mk_wait *w, const uint4 *row, uint32_t epoch, uint32_t first, uint32_t n)
+{
+    const mk_vec *v = &d->sh->vec[w->vec];
+    k->s = mk_find_slice(d->sh->start + v->start_index + w->slice0, w->nslice, first, d->lane);
+    k->p = d->lane;
+    mk_asked_at(k, d, w, row, epoch, first, n);
+}
+/* number: of the wait, for those who ask what is waited for; r: the row. */
+MK_DEV void mk_asked_take(mk_asked *k, const mk_dev *d, const mk_wait *w, uint32_t number, uint32_t r, const uint4 *row, uint32_t epoch, uint32_t first, uint32_t n, float *dst)
+{
+#pragma unroll 1
+    for (;;) {
+        uint32_t looks = 0;
+        while (k->x.w != epoch) {
+            if (!mk_still_waiting(++looks, number, r, (uint32_t)(k->at - row), k->x.w)) break;
+            k->x = mk_packet_load(k->at);
+        }
+        mk_waited(looks);
+        const uint32_t word[3] = {k->x.x, k->x.y, k->x.z}, at = k->from - first, end = k->to - first;
+#pragma unroll
+        for (uint32_t e = 0; e < 6; e++)
+            if (at + e < end) dst[at + e] = __uint_as_float(e & 1 ? word[e / 2] & 0xffff0000u : word[e / 2] << 16);
+        if (!__shfl_sync(0xffffffffu, k->more, 31)) break;
+        k->p += 32;
+        mk_asked_at(k, d, w, row, epoch, first, n);
+    }
+    __syncwarp();
+}
+
 /* Where the keys of a page lie. */
 MK_DEV const uint8_t *mk_att_page(const mk_gpu_args *a, uint64_t key_off, uint32_t id)
 {
@@ -185,43 +237,32 @@ MK_DEV uint32_t mk_turn(uint32_t x)
     return y;
 }
 
-/* What a warp does of a page. Lane (g, l) has channels 8 l .. 8 l + 7 of a block of token g of each tile of eight tokens. */
+/* What a warp does of a page. Lane (g, l) has channels 8 l .. 8 l + 7 of a block of token g of each of the eight tiles of eight tokens. */
 typedef struct mk_att_share {
     uint32_t warp, lane;
-    uint32_t log;          /* warps that share a block: 1 << log */
-    uint32_t block, turn;  /* first block of the warp; its place among those who share it */
-    uint32_t slot, slots;  /* of the scores: a slot for each warp with the same tokens */
-    uint32_t tiles, tile0; /* tiles of eight tokens, the first one */
-    uint32_t pair, rest;   /* MLA: the two tiles, among its own, of which the warp adds the scores of every other block from `rest` on, behind the values' */
+    uint32_t block;      /* first block of the warp */
+    uint32_t pair, rest; /* the two tiles of which the warp adds the scores of every other block from `rest` on, behind the values' */
 } mk_att_share;
-MK_DEV mk_att_share mk_att_deal(bool mla, uint32_t nv)
+MK_DEV mk_att_share mk_att_deal(uint32_t nv)
 {
     mk_att_share w;
     uint32_t tid;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid)); /* computed where it is asked for, else it would take registers throughout */
-    const uint32_t warp = tid / 32, per = mla && nv > 32 * MK_WARPS ? 2 : 1;
     w.lane = tid % 32;
-    w.warp = warp;
-    w.log = mla || nv > 128 ? 0 : nv > 64 ? 1 : 2;
-    w.slot = warp >> w.log;
-    w.slots = MK_WARPS >> w.log;
-    w.turn = warp & ((1u << w.log) - 1);
-    w.block = w.slot * per;
-    w.tiles = 8u >> w.log;
-    w.tile0 = w.turn * w.tiles;
-    w.pair = w.slot & (w.tiles / 2 - 1);
-    w.rest = w.slot / (w.tiles / 2);
+    w.warp = tid / 32;
+    w.block = w.warp * (nv > 32 * MK_WARPS ? 2 : 1);
+    w.pair = w.warp & 3;
+    w.rest = w.warp / 4;
     return w;
 }
 
-/* One page's registers: of blocks `block` and block + 1 (MLA) or of the key's and the value's block (GQA), by tile; MLA: of the warp's first block of the rest, two tiles. */
+/* One page's registers: of blocks `block` and block + 1, by tile. */
 typedef struct mk_att_regs {
     uint4 r[2][8];
 } mk_att_regs;
 
 /* Of the first block of the rest, the lane's 2 x 16 bytes wait in shared memory, where no other lane looks at them. */
 #define MK_ATT_REST  (MK_COMPUTE * 32)
-#define MK_ATT_PARAM 2048 /* in its place for GQA: parameters of a head */
 MK_DEV uint4 *mk_att_rest_at(mk_shared *sh)
 {
     return (uint4 *)((uint8_t *)mk_att_sh(sh) - MK_ATT_REST) + threadIdx.x;
@@ -242,12 +283,12 @@ MK_DEV void mk_att_16(uint4 *x, const uint8_t *at, uint32_t t, uint32_t tokens, 
                  : "l"(at + min(t, tokens - 1) * bytes), "r"((uint32_t)has));
 }
 /* The lane's bytes of a token: of block i of the warp. The address is made here and kept. */
-template <bool MLA> MK_DEV const uint8_t *mk_att_block(const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t i, uint32_t l, bool *has)
+MK_DEV const uint8_t *mk_att_block(const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t i, uint32_t l, bool *has)
 {
-    const uint32_t c = (MLA ? w->block + i : w->block) * 32 + 8 * l;
+    const uint32_t c = (w->block + i) * 32 + 8 * l;
     const uint32_t nv = x->nv;
-    *has = c < nv && !(MLA && i && nv <= 32 * MK_WARPS); /* a single block */
-    page += (MLA || !i ? 0 : x->value_off) + c * 2;
+    *has = c < nv && !(i && nv <= 32 * MK_WARPS); /* a single block */
+    page += c * 2;
     asm volatile("" : "+l"(page));
     return page;
 }
@@ -257,17 +298,17 @@ MK_DEV const uint8_t *mk_att_rest(const uint8_t *page, const volatile mk_att *x,
     *has = c < x->nk;
     return page + c * 2;
 }
-template <bool MLA> MK_DEV void mk_att_load(mk_att_regs *m, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens, uint32_t lane)
+MK_DEV void mk_att_load(mk_att_regs *m, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens, uint32_t lane)
 {
     const uint32_t g = lane >> 2, l = lane & 3;
     bool has;
 #pragma unroll
     for (uint32_t i = 0; i < 2; i++) {
-        const uint8_t *at = mk_att_block<MLA>(page, x, w, i, l, &has);
+        const uint8_t *at = mk_att_block(page, x, w, i, l, &has);
 #pragma unroll
         for (uint32_t j = 0; j < 8; j++) {
             m->r[i][j] = make_uint4(0, 0, 0, 0);
-            mk_att_16(&m->r[i][j], at, (w->tile0 + j) * 8 + g, tokens, x->bytes, has && j < w->tiles);
+            mk_att_16(&m->r[i][j], at, j * 8 + g, tokens, x->bytes, has);
         }
     }
 }
@@ -291,33 +332,11 @@ MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const volatile
         mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, at + min((2 * w->pair + j) * 8 + (w->lane >> 2), tokens - 1) * x->bytes, has);
 }
 
-/* The newest token's key and value (MLA: its cache row) in bf16. A step of one row takes them from the packets, so that it need not wait for the cache. */
-MK_DEV uint8_t *mk_att_fresh(mk_shared *sh)
-{
-    static_assert(sizeof sh->head_rstd >= 4 * MK_ATT_VALUES && sizeof sh->head_rstd >= 2 * 640, "a key and a value, a row");
-    return (uint8_t *)sh->head_rstd;
-}
-/* It stands in for every token of the page from number `fresh` on: what lies in the cache there may be anything, a NaN as well. */
-template <bool MLA> MK_DEV void mk_att_refresh(mk_shared *sh, mk_att_regs *m, const volatile mk_att *x, uint32_t fresh)
-{
-    const uint32_t nv = x->nv;
-    const mk_att_share w = mk_att_deal(MLA, nv);
-#pragma unroll
-    for (uint32_t i = 0; i < 2; i++) {
-        const uint32_t c = (MLA ? w.block + i : w.block) * 32 + 8 * (w.lane & 3);
-        if (c >= nv || (MLA && i && nv <= 32 * MK_WARPS)) continue;
-        const uint4 y = *(const uint4 *)(mk_att_fresh(sh) + (MLA ? c : i * nv + c) * 2);
-#pragma unroll
-        for (uint32_t j = 0; j < 8; j++)
-            if (j < w.tiles && (w.tile0 + j) * 8 + (w.lane >> 2) >= fresh) m->r[i][j] = y;
-    }
-}
-
 /* The item and its queries stand in shared memory, its first page in registers. NH: heads by eight. What the item says is read where it is needed: what does not fit the
- * registers would come from L2. fresh: token of the last page from which on mk_att_fresh holds; MK_PAGE: none. */
-template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m, uint32_t fresh)
+ * registers would come from L2. */
+template <uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
 {
-    constexpr uint32_t H = 8 * NH, NB = MLA ? 2 : 1; /* blocks of values */
+    constexpr uint32_t H = 8 * NH, NB = 2; /* blocks of values */
     mk_att_shared *s = mk_att_sh(sh);
     const volatile mk_att *x = &s->item;
     float acc[NB][2][NH][4];
@@ -332,42 +351,27 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
     for (uint32_t number = 0;; number++) {
         { /* scores */
             const uint32_t nk = x->nk, fine = x->fine, blocks = (nk + 31) / 32, left = x->end - x->first - number * MK_PAGE, bytes = x->bytes;
-            const bool refresh = fresh < MK_PAGE && left <= MK_PAGE;
-            if (refresh) mk_att_refresh<MLA>(sh, m, x, fresh);
-            const mk_att_share w = mk_att_deal(MLA, x->nv);
+            const mk_att_share w = mk_att_deal(x->nv);
             const uint32_t tokens = min(left, (uint32_t)MK_PAGE), next_tokens = min(left - tokens, (uint32_t)MK_PAGE), g = w.lane >> 2, l = w.lane & 3;
             const uint8_t *q = sh->staging + w.lane * 16, *qf = q + mk_att_plane_bytes(blocks) - mk_att_plane_bytes(fine); /* the second plane, had block 0 one */
             if (left > 2 * MK_PAGE) mk_att_prefetch(mk_att_page(&sh->args, x->key_off, s->page[number + 2]), x->span);
             const uint32_t b0 = x->nv / 32 + w.rest;
             uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-            if (MLA && NH > 1) mk_att_load_rest(rest, mk_att_page(&sh->args, x->key_off, s->page[number]), x, &w, b0, tokens); /* no room in shared memory */
-            /* of MLA's two blocks; of GQA's two planes */
+            if (NH > 1) mk_att_load_rest(rest, mk_att_page(&sh->args, x->key_off, s->page[number]), x, &w, b0, tokens); /* no room in shared memory */
             const mk_att_left u0 = mk_att_query(q, w.block < blocks ? w.block : 0);
-            const mk_att_left u1 = MLA ? mk_att_query(q, w.block + 1 < blocks ? w.block + 1 : 0) : mk_att_query(NH > 1 ? qf : q, w.block < blocks ? w.block : 0);
-            bool has = false;
-            const uint8_t *at = 0;
-            if (!MLA) at = mk_att_block<MLA>(mk_att_page(&sh->args, x->key_off, s->page[next_tokens ? number + 1 : 0]), x, &w, 0, l, &has);
+            const mk_att_left u1 = mk_att_query(q, w.block + 1 < blocks ? w.block + 1 : 0);
             /* tokens of a head in another order, so that banks differ: tile ^ (head mod 8) */
-            float *to = (float *)(sh->staging + mk_att_query_bytes(nk, fine)) + (w.slot * H + g) * MK_PAGE + 2 * l;
+            float *to = (float *)(sh->staging + mk_att_query_bytes(nk, fine)) + (w.warp * H + g) * MK_PAGE + 2 * l;
 #pragma unroll
             for (uint32_t k = 0; k < 8; k++) {
-                if (!MLA && k >= w.tiles) break;
                 float c[4] = {0, 0, 0, 0};
                 mk_att_dot(c, &u0, m->r[0][k]);
-                if (MLA)
-                    mk_att_dot(c, &u1, m->r[1][k]);
-                else if (NH > 1)
-                    mk_att_dot(c, &u1, m->r[0][k]);
-                float *t = to + (((MLA ? 0 : w.tile0) + k) ^ g) * 8;
-                if (NH == 1) {
-                    *(float2 *)t = MLA ? make_float2(c[0], c[1]) : make_float2(__fadd_rn(c[0], c[2]), __fadd_rn(c[1], c[3]));
-                } else {
-                    *(float2 *)t = make_float2(c[0], c[1]);
-                    *(float2 *)(t + 8 * MK_PAGE) = make_float2(c[2], c[3]);
-                }
-                if (!MLA) mk_att_16(&m->r[0][k], at, (w.tile0 + k) * 8 + g, next_tokens, bytes, has && next_tokens);
+                mk_att_dot(c, &u1, m->r[1][k]);
+                float *t = to + (k ^ g) * 8;
+                *(float2 *)t = make_float2(c[0], c[1]);
+                if (NH > 1) *(float2 *)(t + 8 * MK_PAGE) = make_float2(c[2], c[3]);
             }
-            if (MLA) { /* the rest, on top of what the lane wrote */
+            { /* the rest, on top of what the lane wrote */
                 float e[2][4];
 #pragma unroll
                 for (uint32_t j = 0; j < 2; j++) e[j][0] = e[j][1] = e[j][2] = e[j][3] = 0;
@@ -378,12 +382,6 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                     } else if (NH == 1) {
                         asm volatile("cp.async.wait_all;" ::: "memory");
                         rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
-                    }
-                    if (refresh && b * 32 + 8 * l < nk) {
-                        const uint4 y = *(const uint4 *)(mk_att_fresh(sh) + (b * 32 + 8 * l) * 2);
-#pragma unroll
-                        for (uint32_t j = 0; j < 2; j++)
-                            if ((2 * w.pair + j) * 8 + g >= fresh) rest[j] = y;
                     }
 #pragma unroll
                     for (uint32_t n = 0; n < NH; n++) {
@@ -407,7 +405,7 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
 
         float sum[NH]; /* of the lane */
         { /* softmax: a lane has tokens 2 lane and 2 lane + 1 */
-            const mk_att_share w = mk_att_deal(MLA, x->nv);
+            const mk_att_share w = mk_att_deal(x->nv);
             const uint32_t tokens = x->end - x->first - number * MK_PAGE, t = 2 * w.lane;
             const float *score = (const float *)(sh->staging + mk_att_query_bytes(x->nk, x->fine)), scale = x->scale;
 #pragma unroll
@@ -420,8 +418,7 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                 float2 c[MK_WARPS];
 #pragma unroll
                 for (uint32_t k = 0; k < MK_WARPS; k++) {
-                    c[k] = make_float2(0, 0);
-                    if (MLA || k < w.slots) c[k] = *(const float2 *)(from + k * H * MK_PAGE);
+                    c[k] = *(const float2 *)(from + k * H * MK_PAGE);
                 }
 #pragma unroll
                 for (uint32_t k = MK_WARPS / 2; k; k >>= 1)
@@ -443,14 +440,14 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
 
         const uint32_t left = x->end - x->first - number * MK_PAGE, next_tokens = min(left - min(left, (uint32_t)MK_PAGE), (uint32_t)MK_PAGE);
         { /* sums */
-            const mk_att_share w = mk_att_deal(MLA, x->nv);
-            const uint32_t g = w.lane >> 2, l = w.lane & 3, tile0 = MLA ? 0 : w.tile0, bytes = x->bytes;
-            const uint32_t *p = &s->p[g][tile0 * 4 + l];
+            const mk_att_share w = mk_att_deal(x->nv);
+            const uint32_t g = w.lane >> 2, l = w.lane & 3, bytes = x->bytes;
+            const uint32_t *p = &s->p[g][l];
             const uint8_t *next = mk_att_page(&sh->args, x->key_off, s->page[next_tokens ? number + 1 : 0]), *at[2] = {next, next};
             bool has[2] = {false, false};
 #pragma unroll
-            for (uint32_t i = MLA ? 0 : 1; i < 2; i++) {
-                at[i] = mk_att_block<MLA>(next, x, &w, i, l, &has[i]);
+            for (uint32_t i = 0; i < 2; i++) {
+                at[i] = mk_att_block(next, x, &w, i, l, &has[i]);
                 has[i] = has[i] && next_tokens;
             }
             if (number)
@@ -470,13 +467,12 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
             }
 #pragma unroll
             for (uint32_t k = 0; k < 4; k++) {
-                if (!MLA && 2 * k >= w.tiles) break;
                 uint32_t p0[NH], p1[NH];
 #pragma unroll
                 for (uint32_t n = 0; n < NH; n++) p0[n] = p[n * 8 * MK_ATT_P_WORDS + 8 * k], p1[n] = p[n * 8 * MK_ATT_P_WORDS + 8 * k + 4];
 #pragma unroll
                 for (uint32_t i = 0; i < NB; i++) {
-                    const uint4 a = m->r[MLA ? i : 1][2 * k], b = m->r[MLA ? i : 1][2 * k + 1];
+                    const uint4 a = m->r[i][2 * k], b = m->r[i][2 * k + 1];
                     const uint32_t a0 = mk_turn(a.x), a1 = mk_turn(a.y), b0 = mk_turn(b.x), b1 = mk_turn(b.y);
                     const uint32_t a2 = mk_turn(a.z), a3 = mk_turn(a.w), b2 = mk_turn(b.z), b3 = mk_turn(b.w);
 #pragma unroll
@@ -486,31 +482,29 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                     }
                 }
 #pragma unroll
-                for (uint32_t i = MLA ? 0 : 1; i < 2; i++)
+                for (uint32_t i = 0; i < 2; i++)
 #pragma unroll
-                    for (uint32_t j = 2 * k; j < 2 * k + 2; j++) mk_att_16(&m->r[i][j], at[i], (tile0 + j) * 8 + g, next_tokens, bytes, has[i]);
+                    for (uint32_t j = 2 * k; j < 2 * k + 2; j++) mk_att_16(&m->r[i][j], at[i], j * 8 + g, next_tokens, bytes, has[i]);
             }
-            if (MLA && NH == 1 && next_tokens) mk_att_fetch_rest(sh, next, x, &w, next_tokens);
+            if (NH == 1 && next_tokens) mk_att_fetch_rest(sh, next, x, &w, next_tokens);
         }
         if (!next_tokens) break;
     }
 
     const uint32_t nv = x->nv, heads = x->heads;
-    const mk_att_share w = mk_att_deal(MLA, nv);
+    const mk_att_share w = mk_att_deal(nv);
     const uint32_t group = w.lane >> 2, l = w.lane & 3;
-    float *score = (float *)(sh->staging + mk_att_query_bytes(x->nk, x->fine)), *dst = x->dst;
+    float *dst = x->dst;
     const uint32_t floats = nv + 4;
     if (w.lane < NH && w.lane * 8 + w.warp < heads) { /* the warp's own */
         const uint32_t h = w.lane * 8 + w.warp;
         __stcg((float2 *)(dst + h * floats + nv), make_float2(s->max[h], s->sum[h]));
     }
     /* lane (g, l) has channels 8 (g / 2) + (g mod 2) + 0, 2, 4, 6 of heads 2 l and 2 l + 1: two neighbours make four consecutive ones of it */
-    float *to = w.log ? score + w.turn * heads * nv : dst;
-    const uint32_t pitch = w.log ? nv : floats;
 #pragma unroll
     for (uint32_t i = 0; i < NB; i++) {
         const uint32_t c = (w.block + i) * 32 + 4 * group;
-        const bool mine = c < nv && (!MLA || !i || nv > 32 * MK_WARPS);
+        const bool mine = c < nv && (!i || nv > 32 * MK_WARPS);
 #pragma unroll
         for (uint32_t n = 0; n < NH; n++)
 #pragma unroll
@@ -519,23 +513,8 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                 const float z0 = __shfl_xor_sync(0xffffffffu, group & 1 ? y0 : y2, 4), z1 = __shfl_xor_sync(0xffffffffu, group & 1 ? y1 : y3, 4);
                 const float4 y = group & 1 ? make_float4(z0, y2, z1, y3) : make_float4(y0, z0, y1, z1);
                 const uint32_t h = n * 8 + 2 * l + j;
-                if (mine && h < heads) *(float4 *)(to + h * pitch + c) = y; /* shared or global memory */
+                if (mine && h < heads) __stcg((float4 *)(dst + h * floats + c), y);
             }
-    }
-    if (!w.log) return;
-    mk_sync();
-    const uint32_t all = heads * nv;
-    const mk_divisor by = mk_div_by(nv);
-#pragma unroll 1
-    for (uint32_t i = 4 * threadIdx.x; i < all; i += 4 * MK_COMPUTE) {
-        float4 y = *(const float4 *)(score + i);
-#pragma unroll 1
-        for (uint32_t k = 1; k < 1u << w.log; k++) {
-            const float4 z = *(const float4 *)(score + k * all + i);
-            y.x = __fadd_rn(y.x, z.x), y.y = __fadd_rn(y.y, z.y), y.z = __fadd_rn(y.z, z.z), y.w = __fadd_rn(y.w, z.w);
-        }
-        const uint32_t h = mk_quot(i, by);
-        __stcg((float4 *)(dst + h * floats + i - h * nv), y);
     }
 }
 
@@ -555,15 +534,15 @@ MK_DEV void mk_counter_wait(const mk_dev *d, uint32_t k)
 }
 
 /* Before an item's queries: the cache is waited for, the scratch is free again, its first page is on its way into registers, its second into L2. */
-template <bool MLA, uint32_t NH> MK_DEV void mk_att_begin(const mk_dev *d, const mk_att *x, const mk_att_share *w, const mk_wait *cache, mk_att_regs *m)
+template <uint32_t NH> MK_DEV void mk_att_begin(const mk_dev *d, const mk_att *x, const mk_att_share *w, const mk_wait *cache, mk_att_regs *m)
 {
     mk_att_shared *s = mk_att_sh(d->sh);
     const uint32_t *page = x->pages + x->first / MK_PAGE, n = (x->end - x->first + MK_PAGE - 1) / MK_PAGE;
     const uint32_t id0 = __ldcg(page), id1 = __ldcg(page + (n > 1)), id = __ldcg(page + (d->tid < n ? d->tid : 0));
     if (cache) mk_counter_wait(d, (uint32_t)(cache - d->in->wait));
-    mk_att_load<MLA>(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
+    mk_att_load(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
     mk_sync();
-    if (MLA && NH == 1) mk_att_fetch_rest(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
+    if (NH == 1) mk_att_fetch_rest(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
     if (d->tid < n) s->page[d->tid] = id;
     if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
     if (d->tid == 0) s->item = *x;
@@ -571,20 +550,19 @@ template <bool MLA, uint32_t NH> MK_DEV void mk_att_begin(const mk_dev *d, const
     mk_trace_bytes(d, (x->end - x->first) * (x->span / MK_PAGE));
 }
 
-/* The same in a step of one row: the cache is not waited for. What is in it of earlier steps was written before the signal of the partials of its own step, which this
- * step's descriptor is a consequence of; loads bypass L1. id0: of the first page. */
-template <bool MLA, uint32_t NH> MK_DEV void mk_att_begin_one(const mk_dev *d, const mk_att *x, const mk_att_share *w, uint32_t id0, mk_att_regs *m)
+/* The same in a step of one row: the cache is not waited for (mla_partial.cuh); loads bypass L1. id0: of the first page. */
+template <uint32_t NH> MK_DEV void mk_att_begin_one(const mk_dev *d, const mk_att *x, const mk_att_share *w, uint32_t id0, mk_att_regs *m)
 {
     mk_att_shared *s = mk_att_sh(d->sh);
     const uint32_t *page = x->pages + x->first / MK_PAGE, n = (x->end - x->first + MK_PAGE - 1) / MK_PAGE;
-    mk_att_load<MLA>(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
+    mk_att_load(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
     uint32_t id = id0, id1 = id0;
     if (n > 1) {
         id1 = __ldcg(page + 1);
         if (d->tid < n) id = __ldcg(page + d->tid);
     }
     mk_sync();
-    if (MLA && NH == 1) mk_att_fetch_rest(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
+    if (NH == 1) mk_att_fetch_rest(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
     if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
     if (d->tid == 0) s->item = *x;
     if (d->tid < n) s->page[d->tid] = id;

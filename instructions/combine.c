@@ -19,7 +19,7 @@ void mk_combine_twin(mk_ctx *c)
     for (uint32_t r = 0; r < c->step->nrows; r++) {
         const float *part = bulk + ((size_t)r * MK_MAX_SPLITS * m->all_heads + m->head0) * floats;
         size_t stride = (size_t)m->all_heads * floats;
-        uint32_t splits = mk_splits(c->step->row[r].pos);
+        uint32_t splits = mk_splits(c->step->row[r].pos, m->grain, m->most);
         float max = part[latent], sum = 0;
         for (uint32_t s = 1; s < splits; s++)
             if (part[s * stride + latent] > max) max = part[s * stride + latent];

@@ -31,7 +31,7 @@ MK_CALL void mk_combine_run(const mk_insn *in)
 #pragma unroll 1
     for (uint32_t r = 0; r < d->step->nrows; r++) {
         const float *part = (const float *)mk_bulk_at(d, d->in->wait[0].vec) + ((size_t)r * MK_MAX_SPLITS * m->all_heads + m->head0) * floats;
-        const uint32_t splits = mk_splits(d->step->row[r].pos);
+        const uint32_t splits = mk_splits(d->step->row[r].pos, m->grain, m->most);
         if (r) mk_sync(); /* the row before is read */
         if (m->gate) mk_read_together(d, 1, r, m->in_off + m->head0 * m->qk_stride + m->first, n, gate, d->tid, MK_COMPUTE);
         if (r == 0) mk_counter_wait(d, 0);

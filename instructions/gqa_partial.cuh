@@ -1,81 +1,247 @@
-/* GQA_PARTIAL on the device: an item is a KV head over one split (attention.cuh). Semantics: gqa_partial.c. */
+/* GQA_PARTIAL on the device: an item is a KV head over one split. Semantics: gqa_partial.c.
+ *
+ * 256 tokens of 64 channels at a time (128 of 128, 64 of 256): as much as the warps' registers hold of keys and values. Every page's eight tiles of eight tokens go to
+ * the eight warps, so that a warp has keys, scores, probabilities and values of its tokens to itself: p = exp(s - max) rounded to bf16 with the warp's own running maximum,
+ * and no barrier but one before the warps' sums are added, ascending. All loads are asked for before the queries are there. Queries lie in the staging area in bf16, up to
+ * eight at a time, with a second plane, x - bf16(x), in the rows of the operand that they leave free.
+ * The order of every sum is a function of the split alone. */
 #ifndef MK_GQA_PARTIAL_CUH
 #define MK_GQA_PARTIAL_CUH
 
 #include "instructions/attention.cuh"
 #include "instructions/gqa_append.cuh"
 
-template <uint32_t NH> MK_CALL void mk_gqa_items(const mk_insn *in) /* NH: heads on a KV head, by eight */
+#define MK_GQA_HEADS 8u   /* of an item at a time */
+#define MK_GQA_CHUNK 128u /* channels of the warps' sums that lie in shared memory at a time */
+#define MK_LOG2E     1.44269504f
+
+/* The newest token's key and value in bf16. A step of one row takes them from the packets, so that it need not wait for the cache; they stand in for every token from
+ * theirs on: what lies in the cache there may be anything, a NaN as well. */
+MK_DEV uint8_t *mk_gqa_fresh(mk_shared *sh)
 {
-    const mk_dev here = mk_here(in), *d = &here;
-    const mk_gqa *g = &d->in->gqa;
-    const uint32_t dim = g->dim, floats = mk_partial_floats(dim);
-    const mk_divisor kv_heads = mk_div_by(g->kv_heads);
-    const uint32_t heads = g->heads / kv_heads.n, blocks = (dim + 31) / 32;
-    float *rows = (float *)(d->sh->staging + mk_att_query_bytes(dim, 0)); /* queries as they come: of every head, all values of its blocks */
-    const mk_att_share w = mk_att_deal(false, dim);
-    float *param = (float *)((uint8_t *)mk_att_sh(d->sh) - MK_ATT_PARAM); /* of all items */
-    const mk_att_queries of = {dim, 0, NH > 1};
-    const mk_wait *cache = &d->in->wait[1];
+    static_assert(sizeof sh->head_rstd >= 4 * MK_GQA_DIM, "a key and a value");
+    return (uint8_t *)sh->head_rstd;
+}
+/* Of the heads, by warp: the largest score, sum p. At the end of the reduction area. */
+typedef struct mk_gqa_stats {
+    alignas(16) float max[MK_GQA_HEADS][MK_WARPS], sum[MK_GQA_HEADS][MK_WARPS];
+} mk_gqa_stats;
+MK_DEV mk_gqa_stats *mk_gqa_stats_at(mk_shared *sh)
+{
+    static_assert(sizeof sh->red >= sizeof(mk_gqa_stats), "they fit");
+    return (mk_gqa_stats *)((uint8_t *)(sh->red + MK_RED_FLOATS) - sizeof(mk_gqa_stats));
+}
+/* Behind the queries: first what they are made of, then the warps' sums and the heads' outputs. */
+MK_DEV float *mk_gqa_scratch(mk_shared *sh, uint32_t dim)
+{
+    static_assert(4 * MK_GQA_DIM * MK_GQA_HEADS + 4 * MK_WARPS * MK_GQA_HEADS * MK_GQA_CHUNK + 4 * MK_GQA_DIM * MK_GQA_HEADS + sizeof(mk_gqa_stats) <=
+                      MK_STAGING + 4 * MK_RED_FLOATS, "queries, sums, outputs");
+    return (float *)(sh->staging + mk_att_plane_bytes((dim + 31) / 32));
+}
+
+/* A split's keys and values. */
+typedef struct mk_gqa_split {
+    const uint32_t *pages; /* its page table */
+    const uint8_t *base;   /* the KV head's first key in page 0 */
+    uint64_t page_bytes;
+    uint32_t n, dim;       /* tokens; channels */
+} mk_gqa_split;
+
+template <uint32_t NB> struct mk_gqa_regs { /* a lane (g, l) has channels 8 l .. 8 l + 7 of every block of 32 of token g of its tiles */
+    static constexpr uint32_t TILES = 8 / NB;
+    uint4 k[TILES][NB], v[TILES][NB];
+};
+
+/* The warp's tiles of the pages from number `page` on: keys (which = 0) or values (1). Beyond the last token: the last one's. ids: a lane has the id of page
+ * (page & ~31) + lane. */
+template <uint32_t NB> MK_DEV void mk_gqa_load(uint4 (*r)[NB], const mk_gqa_split *x, uint32_t ids, uint32_t page, uint32_t which, uint32_t warp, uint32_t lane)
+{
+    const uint32_t left = x->n - page * MK_PAGE;
+#pragma unroll
+    for (uint32_t k = 0; k < 8 / NB; k++) {
+#pragma unroll
+        for (uint32_t b = 0; b < NB; b++) r[k][b] = make_uint4(0, 0, 0, 0);
+        if (k * MK_PAGE + warp * 8 >= left) continue;
+        const uint32_t id = __shfl_sync(0xffffffffu, ids, (page + k) & 31), t = min(warp * 8 + lane / 4, left - k * MK_PAGE - 1);
+        const uint8_t *at = x->base + id * x->page_bytes + ((which * MK_PAGE + t) * x->dim + lane % 4 * 8) * 2;
+#pragma unroll
+        for (uint32_t b = 0; b < NB; b++)
+            asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                         : "+r"(r[k][b].x), "+r"(r[k][b].y), "+r"(r[k][b].z), "+r"(r[k][b].w)
+                         : "l"(at + b * 64), "r"((uint32_t)(b * 32 + lane % 4 * 8 < x->dim)));
+    }
+}
+
+/* Ids of the pages from number `page` (a multiple of 32) on. */
+MK_DEV uint32_t mk_gqa_ids(const mk_gqa_split *x, uint32_t page, uint32_t lane)
+{
+    return __ldcg(x->pages + min(page + lane, (x->n - 1) / MK_PAGE));
+}
+
+/* mma m16n8k8. */
+MK_DEV void mk_mma_half(float *c, uint32_t a0, uint32_t a1, uint32_t b)
+{
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
+/* The first pages stand in registers, the queries in shared memory. fresh: token of the split from which on mk_gqa_fresh holds key and value. Leaves the warps' sums of the
+ * first MK_GQA_CHUNK channels in shared memory, and their statistics; *acc has the others. */
+template <uint32_t NB>
+MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split *x, uint32_t ids, uint32_t fresh, uint32_t heads, float scale, uint32_t warp, uint32_t lane,
+                          float (*acc)[2][4])
+{
+    constexpr uint32_t T = 8 / NB;
+    const uint32_t g = lane / 4, l = lane % 4, blocks = (x->dim + 31) / 32;
+    float top = -INFINITY, sum = 0;
+#pragma unroll
+    for (uint32_t b = 0; b < NB; b++)
+#pragma unroll
+        for (uint32_t k = 0; k < 8; k++) acc[b][k / 4][k % 4] = 0;
 #pragma unroll 1
-    for (uint32_t r = 0; r < d->step->nrows; r++) {
-        const mk_row *row = &d->step->row[r];
-        const uint32_t per = mk_split_pages(row->pos), splits = row->pos / (MK_PAGE * per) + 1;
-#pragma unroll 1
-        for (uint32_t i = mk_att_first(g->part, g->parts, r); i < splits * kv_heads.n; i += g->parts) {
-            const uint32_t split = mk_quot(i, kv_heads), kv = i - split * kv_heads.n;
-            mk_att_regs regs;
-            mk_att x;
-            x.pages = d->a->page + (size_t)row->slot * d->a->max_pages;
-            x.key_off = g->kv_off + 2 * mk_gqa_at(dim, kv, 0, 0);
-            x.value_off = 2u * MK_PAGE * dim;
-            x.bytes = 2u * dim;
-            x.span = 4u * MK_PAGE * dim;
-            x.nk = x.nv = dim;
-            x.fine = 0;
-            x.heads = heads;
-            x.first = split * per * MK_PAGE;
-            x.end = row->pos < x.first + per * MK_PAGE ? row->pos + 1 : x.first + per * MK_PAGE;
-            x.scale = g->scale;
-            x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * g->heads + kv * heads) * floats;
-            mk_att_begin<false, NH>(d, &x, &w, cache, &regs);
-            if (cache) mk_param_ask(param, d->a->param + g->param_off, mk_gqa_params(g));
-            mk_param_there();
-            if (cache) mk_sync();
-            cache = 0;
-#pragma unroll 1
-            for (uint32_t h = d->warp; h < heads; h += MK_WARPS) {
-                float *q = rows + h * 32 * blocks;
-                if (dim + d->lane < 32 * blocks) q[dim + d->lane] = 0;
-                mk_read_together(d, 0, r, g->q_off + (kv * heads + h) * g->q_stride, dim, q, d->lane, 32);
-                mk_gqa_turn(d, g, param, row->pos, q);
-#pragma unroll 2
-                for (uint32_t c = 2 * d->lane; c < 32 * blocks; c += 64) {
-                    const float2 y = *(const float2 *)(q + c);
-                    mk_att_put(d->sh->staging, &of, h, c, y.x, y.y);
+    for (uint32_t page = 0; page * MK_PAGE < x->n; page += T) {
+        const uint32_t first = page * MK_PAGE + warp * 8, next = page + T; /* the warp's first token */
+        const bool more = next * MK_PAGE < x->n;
+        if (more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
+        if (first < x->n) {
+            if (fresh < first + T * MK_PAGE) {
+#pragma unroll
+                for (uint32_t k = 0; k < T; k++)
+#pragma unroll
+                    for (uint32_t b = 0; b < NB; b++)
+                        if (first + k * MK_PAGE + g >= fresh && b * 32 + 8 * l < x->dim) {
+                            const uint8_t *y = mk_gqa_fresh(sh) + (b * 32 + 8 * l) * 2;
+                            m->k[k][b] = *(const uint4 *)y;
+                            m->v[k][b] = *(const uint4 *)(y + 2 * x->dim);
+                        }
+            }
+            float c[T][4];
+#pragma unroll
+            for (uint32_t k = 0; k < T; k++) c[k][0] = c[k][1] = c[k][2] = c[k][3] = 0;
+#pragma unroll
+            for (uint32_t b = 0; b < NB; b++) {
+                if (b >= blocks) break;
+                const mk_att_left q = mk_att_query(sh->staging + lane * 16, b);
+#pragma unroll
+                for (uint32_t k = 0; k < T; k++)
+                    if (!k || first + k * MK_PAGE < x->n) mk_att_dot(c[k], &q, m->k[k][b]);
+            }
+            if (more) mk_gqa_load<NB>(m->k, x, ids, next, 0, warp, lane);
+            const float before = top;
+#pragma unroll
+            for (uint32_t k = 0; k < T; k++) {
+                const uint32_t t = first + k * MK_PAGE + 2 * l;
+                c[k][0] = t < x->n ? __fmul_rn(__fadd_rn(c[k][0], c[k][2]), scale) : -INFINITY;
+                c[k][1] = t + 1 < x->n ? __fmul_rn(__fadd_rn(c[k][1], c[k][3]), scale) : -INFINITY;
+                top = fmaxf(top, fmaxf(c[k][0], c[k][1]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+            const float shrink = mk_exp2(__fmul_rn(before - top, MK_LOG2E));
+            uint32_t p[T];
+            sum = __fmul_rn(sum, shrink);
+#pragma unroll
+            for (uint32_t k = 0; k < T; k++) {
+                p[k] = mk_pack_bf16(mk_exp2(__fmul_rn(c[k][0] - top, MK_LOG2E)), mk_exp2(__fmul_rn(c[k][1] - top, MK_LOG2E)));
+                sum = __fadd_rn(sum, __fadd_rn(mk_bf16_value(p[k] & 0xffffu), __uint_as_float(p[k] & 0xffff0000u)));
+            }
+            if (page) {
+                const float s0 = __shfl_sync(0xffffffffu, shrink, 8 * l), s1 = __shfl_sync(0xffffffffu, shrink, 8 * l + 4);
+#pragma unroll
+                for (uint32_t b = 0; b < NB; b++)
+#pragma unroll
+                    for (uint32_t k = 0; k < 8; k++) acc[b][k / 4][k % 4] = __fmul_rn(acc[b][k / 4][k % 4], k & 1 ? s1 : s0);
+            }
+#pragma unroll
+            for (uint32_t k = 0; k < T; k += 2) {
+                if (k && first + k * MK_PAGE >= x->n) break;
+#pragma unroll
+                for (uint32_t b = 0; b < NB; b++) {
+                    const uint4 u = m->v[k][b];
+                    const uint32_t u0 = mk_turn(u.x), u1 = mk_turn(u.y), u2 = mk_turn(u.z), u3 = mk_turn(u.w);
+                    if (T == 1) {
+                        mk_mma_half(acc[b][0], u0, u1, p[0]);
+                        mk_mma_half(acc[b][1], u2, u3, p[0]);
+                    } else {
+                        const uint4 w = m->v[(k + 1) % T][b];
+                        const uint32_t w0 = mk_turn(w.x), w1 = mk_turn(w.y), w2 = mk_turn(w.z), w3 = mk_turn(w.w);
+                        mk_mma(acc[b][0], u0, u1, w0, w1, p[k], p[(k + 1) % T]);
+                        mk_mma(acc[b][1], u2, u3, w2, w3, p[k], p[(k + 1) % T]);
+                    }
                 }
             }
-            mk_sync();
-            mk_trace_input(d);
-            mk_attend<false, NH>(d->sh, &regs, MK_PAGE);
+            if (more) mk_gqa_load<NB>(m->v, x, ids, next, 1, warp, lane);
+        }
+    }
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (l == 0 && g < heads) {
+        mk_gqa_stats *s = mk_gqa_stats_at(sh);
+        s->max[g][warp] = top;
+        s->sum[g][warp] = sum;
+    }
+}
+
+/* A warp's sums of the channels from block b0 on into shared memory: [warp][head][n]. Lane (g, l) has channels 8 (g / 2) + (g mod 2) + 0, 2, 4, 6 of a block and of heads
+ * 2 l and 2 l + 1: two neighbours make four consecutive ones of it. */
+template <uint32_t NB> MK_DEV void mk_gqa_put(float *to, const float (*acc)[2][4], uint32_t n, uint32_t heads, uint32_t lane)
+{
+    const uint32_t g = lane / 4, l = lane % 4;
+#pragma unroll
+    for (uint32_t b = 0; b < (NB < 4 ? NB : 4); b++)
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) {
+            const float y0 = acc[b][0][j], y1 = acc[b][0][2 + j], y2 = acc[b][1][j], y3 = acc[b][1][2 + j]; /* channels + 0, 2, 4, 6 */
+            const float z0 = __shfl_xor_sync(0xffffffffu, g & 1 ? y0 : y2, 4), z1 = __shfl_xor_sync(0xffffffffu, g & 1 ? y1 : y3, 4);
+            const uint32_t h = 2 * l + j, c = b * 32 + 4 * g;
+            if (h < heads && c < n) *(float4 *)(to + h * n + c) = g & 1 ? make_float4(z0, y2, z1, y3) : make_float4(y0, z0, y1, z1);
+        }
+}
+
+/* The warps' sums, ascending: into the partials, or, with `out`, divided by sum p, into shared memory and from there on. dst: of the first head. */
+template <uint32_t NB> MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc)[2][4], uint32_t dim, uint32_t heads, float *dst, float *out, uint32_t tid)
+{
+    const mk_gqa_stats *s = mk_gqa_stats_at(sh);
+    float *area = mk_gqa_scratch(sh, dim);
+#pragma unroll
+    for (uint32_t c0 = 0; c0 < 32 * NB; c0 += MK_GQA_CHUNK) {
+        if (c0 >= dim) break;
+        const uint32_t n = min(dim - c0, MK_GQA_CHUNK), all = heads * n;
+        if (c0) mk_sync();
+        mk_gqa_put<NB>(area + tid / 32 * all, acc + c0 / 32, n, heads, tid % 32);
+        mk_sync();
+#pragma unroll 1
+        for (uint32_t i = tid; i < all; i += MK_COMPUTE) {
+            const uint32_t h = mk_small_quot(i, n), c = c0 + i - h * n;
+            float w[MK_WARPS], y = 0, sum = 0, max = s->max[h][0];
+#pragma unroll
+            for (uint32_t k = 0; k < MK_WARPS; k++) {
+                w[k] = s->max[h][k];
+                max = fmaxf(max, w[k]);
+            }
+#pragma unroll
+            for (uint32_t k = 0; k < MK_WARPS; k++) {
+                w[k] = mk_exp2(__fmul_rn(w[k] - max, MK_LOG2E)); /* 0 of a warp without tokens */
+                sum = __fmaf_rn(w[k], s->sum[h][k], sum);
+                y = __fmaf_rn(w[k], area[k * all + i], y);
+            }
+            __stcg(dst + h * mk_partial_floats(dim) + c, y);
+            if (!c) __stcg((float2 *)(dst + h * mk_partial_floats(dim) + dim), make_float2(max, sum));
+            if (out) out[h * dim + c] = mk_div(y, sum);
         }
     }
 }
 
-/* A head in a step of one row, by one warp: its dim values from `first` of wait 0 on, norm and rotation as mk_gqa_turn's where there are parameters. All that does not
- * need them comes before they are waited for. angle: room for a pair of floats for each pair of values. */
-MK_DEV void mk_gqa_head_one(const mk_dev *d, const mk_gqa *g, uint32_t first, const float *param, float eps, float *x, float2 *angle)
+/* A head, by one warp: norm and rotation of x as in GQA_APPEND where there are parameters. ahead: sine and cosine of the first pairs, or NULL. */
+MK_DEV void mk_gqa_head(const mk_dev *d, const mk_gqa *g, uint32_t r, const float *param, float eps, float *x, const float2 *ahead)
 {
     const uint32_t dim = g->dim, half = param ? g->rope / 2 : 0, norm = param && g->norm;
-    float gamma[MK_GQA_DIM / 32];
-#pragma unroll
-    for (uint32_t k = 0; k < MK_GQA_DIM / 32; k++) gamma[k] = norm && d->lane + 32 * k < dim ? __ldg(param + d->lane + 32 * k) : 0.0f;
-    if (norm) param += dim;
-#pragma unroll 1
-    for (uint32_t i = d->lane; i < half; i += 32) mk_sincosf(mk_mul((float)d->step->row[0].pos, __ldg(param + i)), &angle[i].x, &angle[i].y);
-    mk_read_together(d, 0, 0, first, dim, x, d->lane, 32);
     if (norm) {
-        float sum = 0, v[MK_GQA_DIM / 32];
+        float sum = 0, v[MK_GQA_DIM / 32], gamma[MK_GQA_DIM / 32];
+#pragma unroll
+        for (uint32_t k = 0; k < MK_GQA_DIM / 32; k++) gamma[k] = d->lane + 32 * k < dim ? __ldg(param + d->lane + 32 * k) : 0.0f;
+        param += dim;
 #pragma unroll
         for (uint32_t k = 0; k < MK_GQA_DIM / 32; k++) {
             v[k] = d->lane + 32 * k < dim ? x[d->lane + 32 * k] : 0.0f;
@@ -89,100 +255,139 @@ MK_DEV void mk_gqa_head_one(const mk_dev *d, const mk_gqa *g, uint32_t first, co
     }
 #pragma unroll 1
     for (uint32_t i = d->lane; i < half; i += 32) {
-        const float a = x[i], b = x[i + half], s = angle[i].x, c = angle[i].y;
+        const float a = x[i], b = x[i + half];
+        float2 turn = make_float2(0, 0);
+        if (ahead && i < MK_ANGLES)
+            turn = ahead[i];
+        else
+            mk_sincosf(mk_mul((float)d->step->row[r].pos, __ldg(param + i)), &turn.x, &turn.y);
+        const float s = turn.x, c = turn.y;
         x[i] = mk_add(mk_mul(a, c), -mk_mul(b, s));
         x[i + half] = mk_add(mk_mul(b, c), mk_mul(a, s));
     }
     __syncwarp();
 }
 
-/* A step of one row (mk_newest): the newest key and value come from the packets, and who has the item that needs them writes them to the cache. Nothing waits for
- * GQA_APPEND, which has nothing left to do. Bits as above. */
-template <uint32_t NH> MK_CALL void mk_gqa_one(const mk_insn *in)
+/* The outputs of an item's heads, which are a row's first one's, as COMBINE publishes them. */
+MK_DEV void mk_gqa_publish(const mk_dev *d, const mk_fed *f, uint32_t head0, uint32_t heads, const float *out)
+{
+    const mk_whole *o = &f->plan.whole;
+    const uint32_t n = o->values, packets = (n + 5) / 6, slices = heads * o->slices, sp = d->sh->vec[o->vec].slice_packets;
+    uint4 *to = f->place.out + head0 * o->slices * sp;
+#pragma unroll 1
+    for (uint32_t i = d->tid; i < slices * packets; i += MK_COMPUTE) {
+        const uint32_t s = mk_small_quot(i, packets), p = i - s * packets, has = n - 6 * p;
+        const float *y = out + s * n + 6 * p;
+        uint32_t word[3];
+#pragma unroll
+        for (uint32_t k = 0; k < 3; k++) word[k] = mk_pack_bf16(2 * k < has ? y[2 * k] : 0.0f, 2 * k + 1 < has ? y[2 * k + 1] : 0.0f);
+        mk_packet_store(to + s * sp + p, word[0], word[1], word[2], f->place.out_epoch);
+    }
+}
+
+/* The items of this worker. ONE: a step of one row (mk_newest): the newest key and value come from the packets, and who has the item that needs them writes them to the
+ * cache; nothing waits for GQA_APPEND, which has nothing left to do. Where that row has one split, the items publish what COMBINE would, with the same bits. */
+template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
     const mk_newest *newest = &f->plan.newest;
     const mk_gqa *g = &d->in->gqa;
-    const uint32_t dim = g->dim, floats = mk_partial_floats(dim), per = f->place.per, items = f->place.items, pos = d->step->row[0].pos;
-    const mk_divisor kv_heads = mk_div_by(g->kv_heads);
-    const uint32_t heads = g->heads / kv_heads.n, blocks = (dim + 31) / 32;
-    float *rows = (float *)(d->sh->staging + mk_att_query_bytes(dim, 0)); /* queries, key and value as they come: all values of their blocks */
-    float2 *angle = (float2 *)(rows + (MK_ATT_HEADS + 2) * 32 * blocks) + d->warp * (MK_GQA_DIM / 2);
-    const mk_att_share w = mk_att_deal(false, dim);
-    const mk_att_queries of = {dim, 0, NH > 1};
-    uint32_t number = 0;
+    const uint32_t dim = g->dim, floats = mk_partial_floats(dim), blocks = (dim + 31) / 32, group = mk_small_quot(g->heads, g->kv_heads), rows = ONE ? 1 : d->step->nrows;
+    const mk_att_queries of = {dim, 0, 0};
+    float *const raw = mk_gqa_scratch(d->sh, dim); /* queries, key and value as they come: all values of their blocks */
+    const mk_wait *const wait = &d->in->wait[0];
+    const uint32_t epoch = ONE ? f->place.epoch[0] : mk_wait_epoch(d, wait);
+    bool begun = false;
+    uint32_t base = 0; /* items of the rows before, modulo the parts */
 #pragma unroll 1
-    for (uint32_t i = g->part; i < items; i += g->parts, number++) {
-        const uint32_t split = mk_quot(i, kv_heads), kv = i - split * kv_heads.n;
-        mk_att_regs regs;
-        mk_att x;
-        x.pages = d->a->page + (size_t)d->step->row[0].slot * d->a->max_pages;
-        x.key_off = g->kv_off + 2 * mk_gqa_at(dim, kv, 0, 0);
-        x.value_off = 2u * MK_PAGE * dim;
-        x.bytes = 2u * dim;
-        x.span = 4u * MK_PAGE * dim;
-        x.nk = x.nv = dim;
-        x.fine = 0;
-        x.heads = heads;
-        x.first = split * per * MK_PAGE;
-        x.end = pos < x.first + per * MK_PAGE ? pos + 1 : x.first + per * MK_PAGE;
-        x.scale = g->scale;
-        x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + ((size_t)split * g->heads + kv * heads) * floats;
-        mk_att_begin_one<false, NH>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages + x.first / MK_PAGE), &regs);
-        const bool last = x.end == pos + 1;
+    for (uint32_t r = 0; r < rows; r++) {
+        const mk_row *row = &d->step->row[r];
+        const uint4 *const packets = ONE ? f->place.in[0] : mk_wait_packets(d, wait, &d->sh->vec[wait->vec], r);
+        const uint32_t pos = row->pos, per = ONE ? f->place.per : mk_split_pages(pos, g->grain, g->most);
+        const uint32_t items = ONE ? f->place.items : (mk_small_quot(pos / MK_PAGE, per) + 1) * g->kv_heads;
+        uint32_t i = g->part >= base ? g->part - base : g->part + g->parts - base;
 #pragma unroll 1
-        for (uint32_t h = d->warp; h < heads + (last ? 2 : 0); h += MK_WARPS) {
-            const bool query = h < heads;
-            const uint32_t first = query ? g->q_off + (kv * heads + h) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
-            float *q = rows + h * 32 * blocks;
-            uint32_t *to = 0;
-            if (!query) to = (uint32_t *)((uint16_t *)mk_kv_at(d, g->kv_off, d->step->row[0].slot, pos, 0) + mk_gqa_at(dim, kv, h - heads, pos % MK_PAGE));
-            if (dim + d->lane < 32 * blocks) q[dim + d->lane] = 0;
-            mk_gqa_head_one(d, g, first, h > heads ? (const float *)0 : d->a->param + (query ? g->param_off : newest->param_off), query ? g->eps : newest->eps, q, angle);
+        for (; i < items; i += g->parts) {
+            const uint32_t split = mk_small_quot(i, g->kv_heads), kv = i - split * g->kv_heads, first = split * per * MK_PAGE;
+            mk_gqa_split x;
+            x.pages = d->a->page + (size_t)row->slot * d->a->max_pages + split * per;
+            x.base = d->a->kv + g->kv_off + 2 * mk_gqa_at(dim, kv, 0, 0);
+            x.page_bytes = d->a->kv_page_bytes;
+            x.n = min(pos + 1 - first, per * MK_PAGE);
+            x.dim = dim;
+            const bool last = ONE && first + x.n == pos + 1;
+#pragma unroll 1
+            for (uint32_t h0 = 0; h0 < group; h0 += MK_GQA_HEADS) {
+                const uint32_t heads = min(group - h0, MK_GQA_HEADS), head0 = kv * group + h0;
+                const uint32_t all = heads + (last && !h0 ? 2 : 0); /* the newest key and value follow the queries */
+                mk_gqa_regs<NB> regs;
+                float acc[NB][2][4];
+                uint32_t ids, h = d->warp, from = h < heads ? g->q_off + (head0 + h) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
+                mk_asked look;
+                mk_asked_for(&look, d, wait, packets, epoch, from, h < all ? dim : 0);
+                if (ONE && !begun && x.n <= MK_AHEAD_PAGES * MK_PAGE)
+                    ids = f->place.page[d->lane % MK_AHEAD_PAGES];
+                else
+                    ids = mk_gqa_ids(&x, 0, d->lane);
+                if (!ONE && !begun) mk_counter_wait(d, 1);
+                mk_gqa_load<NB>(regs.k, &x, ids, 0, 0, d->warp, d->lane);
+                mk_gqa_load<NB>(regs.v, &x, ids, 0, 1, d->warp, d->lane);
+                if (begun) mk_sync(); /* the heads before are through with shared memory */
+#pragma unroll 1
+                for (; h < all; h += MK_WARPS) {
+                    const bool query = h < heads;
+                    float *q = raw + h * 32 * blocks;
+                    uint32_t *to = 0;
+                    if (!query) to = (uint32_t *)((uint16_t *)mk_kv_at(d, g->kv_off, row->slot, pos, 0) + mk_gqa_at(dim, kv, h - heads, pos % MK_PAGE));
+                    if (dim + d->lane < 32 * blocks) q[dim + d->lane] = 0;
+                    if (h >= MK_WARPS) {
+                        from = query ? g->q_off + (head0 + h) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
+                        mk_asked_for(&look, d, wait, packets, epoch, from, dim);
+                    }
+                    mk_asked_take(&look, d, wait, 0, r, packets, epoch, from, dim, q);
+                    mk_gqa_head(d, g, r, h > heads ? (const float *)0 : d->a->param + (query ? g->param_off : newest->param_off), query ? g->eps : newest->eps, q,
+                                ONE && (query || f->place.ahead & MK_AHEAD_ALIKE) ? d->sh->angle : (const float2 *)0);
 #pragma unroll 2
-            for (uint32_t c = 2 * d->lane; c < 32 * blocks; c += 64) {
-                const float2 y = *(const float2 *)(q + c);
-                if (query) {
-                    mk_att_put(d->sh->staging, &of, h, c, y.x, y.y);
-                } else if (c < dim) {
-                    const uint32_t bits = mk_pack_bf16(y.x, y.y);
-                    *(uint32_t *)(mk_att_fresh(d->sh) + ((h - heads) * dim + c) * 2) = bits;
-                    to[c / 2] = bits;
+                    for (uint32_t c = 2 * d->lane; c < 32 * blocks; c += 64) {
+                        const float2 y = *(const float2 *)(q + c);
+                        if (query) {
+                            mk_att_put(d->sh->staging, &of, h, c, y.x, y.y);
+                        } else if (c < dim) {
+                            const uint32_t bits = mk_pack_bf16(y.x, y.y);
+                            *(uint32_t *)(mk_gqa_fresh(d->sh) + ((h - heads) * dim + c) * 2) = bits;
+                            to[c / 2] = bits;
+                        }
+                    }
+                }
+                mk_sync();
+                if (!begun) mk_trace_input(d);
+                begun = true;
+                mk_trace_bytes(d, x.n * dim * 4);
+                mk_gqa_attend<NB>(d->sh, &regs, &x, ids, last ? x.n - 1 : 0xffffffffu, heads, g->scale, d->warp, d->lane, acc);
+                float *out = ONE && f->place.ahead & MK_AHEAD_WHOLE ? mk_gqa_scratch(d->sh, dim) + MK_WARPS * MK_GQA_HEADS * min(dim, MK_GQA_CHUNK) : (float *)0;
+                mk_gqa_merge<NB>(d->sh, acc, dim, heads, (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * g->heads + head0) * floats, out, d->tid);
+                if (out) {
+                    mk_sync();
+                    mk_trace_publish(d);
+                    mk_gqa_publish(d, f, head0, heads, out);
                 }
             }
         }
-        mk_sync();
-        if (!number) mk_trace_input(d);
-        mk_attend<false, NH>(d->sh, &regs, last ? pos % MK_PAGE : MK_PAGE);
+        if (!ONE) base = (base + items) % g->parts;
     }
 }
-MK_DEV void mk_gqa_one_run(const mk_insn *in)
-{
-    const mk_dev here = mk_here(in), *d = &here;
-    mk_staged_drop(d);
-    if (in->gqa.heads <= 8 * in->gqa.kv_heads)
-        mk_gqa_one<1>(in);
-    else
-        mk_gqa_one<2>(in);
-    mk_bulk_signal(d, in->signal_vec);
-}
-/* GQA_APPEND and KV_APPEND of one row that a partial writes: later steps count on the increment. */
-MK_DEV void mk_count_run(const mk_insn *in)
-{
-    const mk_dev here = mk_here(in), *d = &here;
-    if (d->tid == 0) atomicAdd(d->a->counter + d->sh->vec[in->signal_vec].counter, 1u);
-    mk_trace_input(d);
-}
 
-MK_DEV void mk_gqa_partial_run(const mk_insn *in)
+template <bool ONE> MK_DEV void mk_gqa_run(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     mk_staged_drop(d);
-    if (in->gqa.heads <= 8 * in->gqa.kv_heads)
-        mk_gqa_items<1>(in);
+    if (in->gqa.dim <= 64)
+        mk_gqa_items<2, ONE>(in);
+    else if (in->gqa.dim <= 128)
+        mk_gqa_items<4, ONE>(in);
     else
-        mk_gqa_items<2>(in);
+        mk_gqa_items<8, ONE>(in);
     mk_bulk_signal(d, in->signal_vec);
 }
 

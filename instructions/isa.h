@@ -224,30 +224,39 @@ typedef struct mk_mla {
     uint32_t param_off; /* KV_APPEND: gamma f32[latent]; then, if rotary != 0, inv_freq f32[rope/2] */
     uint8_t rotary;     /* 0 none, 1 interleaved pairs */
     uint8_t gate;       /* COMBINE: 1: values are multiplied by sigmoid of wait[1]'s [in_off + head0 * qk_stride + first, + n) */
-    uint8_t pad[2];
+    uint8_t grain, most; /* of its splits: mk_split_pages */
     uint32_t part;      /* MLA_PARTIAL: this instruction is part `part` of `parts`: it takes the work items i of a row with */
     uint32_t parts;     /*              (i + row) mod parts == part; items of a row = splits x head groups */
     uint32_t first, n;  /* COMBINE: latent values [first, first+n) of head head0 */
 } mk_mla;
 
 /* Attention splits of a row at position pos lie at absolute page positions: split s covers pages
- * [s*P, (s+1)*P) with P = mk_split_pages(pos): a function of the row's own position alone (row invariance). */
+ * [s*P, (s+1)*P) with P = mk_split_pages(pos): a function of the row's own position alone (row invariance). Up to 1 << grain pages are one split; more are at most
+ * `most` splits, 0 means MK_MAX_SPLITS. */
 #define MK_MAX_SPLITS 66 /* with two groups of heads: an item for each SM of an H200 */
-MK_BOTH uint32_t mk_split_pages(uint32_t pos)
+MK_BOTH uint32_t mk_page_quot(uint32_t a, uint32_t b) /* a / b, a below 2^18 */
 {
-    return (pos / MK_PAGE + MK_MAX_SPLITS) / MK_MAX_SPLITS;
+#ifdef __CUDA_ARCH__
+    return (uint32_t)__fdividef((float)a + 0.5f, (float)b);
+#else
+    return a / b;
+#endif
 }
-MK_BOTH uint32_t mk_splits(uint32_t pos)
+MK_BOTH uint32_t mk_split_pages(uint32_t pos, uint32_t grain, uint32_t most)
 {
-    uint32_t pages = pos / MK_PAGE + 1, per = mk_split_pages(pos);
-    return (pages + per - 1) / per;
+    uint32_t n = most ? most : MK_MAX_SPLITS, last = pos / MK_PAGE;
+    return last >> grain ? mk_page_quot(last + n, n) : 1u << grain;
 }
-/* Heads that one work item of MLA_PARTIAL takes (the last group may be smaller): few while there are few splits, so that 32 heads make about 132
- * items from position 2,048 on; more when there are many, because every item reads its whole split. */
+MK_BOTH uint32_t mk_splits(uint32_t pos, uint32_t grain, uint32_t most)
+{
+    return mk_page_quot(pos / MK_PAGE, mk_split_pages(pos, grain, most)) + 1;
+}
+/* Heads of `heads` that one work item of MLA_PARTIAL takes (the last group may be smaller): few as long as that makes no more items than an H200 has SMs, for every item
+ * reads its whole split and gathers its queries. */
 #define MK_HEAD_GROUP 16u /* at most: rows of a tensor-core tile */
-MK_BOTH uint32_t mk_head_group(uint32_t pos)
+MK_BOTH uint32_t mk_head_group(uint32_t pos, uint32_t heads)
 {
-    return pos / MK_PAGE < MK_MAX_SPLITS / 2 ? MK_HEAD_GROUP / 2 : MK_HEAD_GROUP;
+    return (pos / MK_PAGE + 1) * ((heads + MK_HEAD_GROUP / 2 - 1) / (MK_HEAD_GROUP / 2)) <= 2 * MK_MAX_SPLITS ? MK_HEAD_GROUP / 2 : MK_HEAD_GROUP;
 }
 /* A partial in the bulk region: f32[latent] unnormalised sum of p*c with p = exp(s - max), then max, then sum(p), then 2 unused
  * floats: (latent + 4) floats, at ((row * MK_MAX_SPLITS + split) * all_heads + head). */
@@ -261,7 +270,7 @@ MK_BOTH uint32_t mk_partial_floats(uint32_t latent)
  *   [kv_head][k, v][MK_PAGE][dim] values of the program's activation type, so that what a work item reads of a page is contiguous.
  * GQA_APPEND: wait[0] = k and v of KV head `head` of every row; signal = BULK counter, one increment for each KV head.
  * GQA_PARTIAL: wait[0] = q of all heads, wait[1] = that counter; signal = BULK partials as MLA_PARTIAL's (latent := dim), combined by
- * COMBINE. Work items of row r: i = split * kv_heads + KV head; this instruction takes those with (i + r) mod parts == part. */
+ * COMBINE. Work items of row r: i = split * kv_heads + KV head; the items of all rows, one row after the other, go to the parts in turn. */
 typedef struct mk_gqa {
     uint64_t kv_off;       /* in the KV region: this layer's pool */
     uint32_t q_off;        /* PARTIAL: q of head 0 in wait[0] */
@@ -270,11 +279,12 @@ typedef struct mk_gqa {
     uint16_t heads, kv_heads, dim, rope;
     uint16_t head;         /* APPEND: KV head */
     uint8_t norm;          /* 1: x <- x * rsqrt(mean(x^2) + eps) * gamma over the head's dim values before the rotation (q or k) */
-    uint8_t pad;
+    uint8_t grain;         /* PARTIAL: of its splits, with `most`: mk_split_pages */
     float scale;           /* softmax scale */
     float eps;
     uint32_t param_off;    /* gamma f32[dim] when norm, then inv_freq f32[rope/2] */
     uint32_t part, parts;
+    uint8_t most, pad[7];
 } mk_gqa;
 MK_BOTH uint64_t mk_gqa_page_values(uint32_t kv_heads, uint32_t dim)
 {

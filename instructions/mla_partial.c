@@ -1,7 +1,7 @@
 /* MLA_PARTIAL: absorbed latent attention of a group of heads over one split of a row's cache.
  *   s_t = scale * (q~ . c_t + q_pe . k_pe_t);  max = max s_t;  p_t = exp(s_t - max);  partial = sum p_t c_t | max | sum p_t
  * Splits lie at absolute page positions that the row's own position chooses (mk_split_pages). Work items of row r: i = split * groups +
- * group, groups = ceil(heads / mk_head_group(pos)); this instruction takes those with (i + r) mod parts == part.
+ * group, groups = ceil(heads / mk_head_group(pos, heads)); this instruction takes those with (i + r) mod parts == part.
  *   wait[0]  "qt": q~ of head h at h * latent
  *   wait[1]  "q": q_pe of head h at in_off + h * qk_stride; rotated here when rotary = 1 (instructions/rotary.h)
  *   wait[2]  KV_APPEND's counter: the rows of this step are in the cache
@@ -109,7 +109,7 @@ void mk_mla_partial_twin(mk_ctx *c)
 
     for (uint32_t r = 0; r < c->step->nrows; r++) {
         const mk_row *row = &c->step->row[r];
-        uint32_t splits = mk_splits(row->pos), per = mk_split_pages(row->pos) * MK_PAGE, group = mk_head_group(row->pos);
+        uint32_t splits = mk_splits(row->pos, m->grain, m->most), per = mk_split_pages(row->pos, m->grain, m->most) * MK_PAGE, group = mk_head_group(row->pos, m->heads);
         uint32_t groups = (m->heads + group - 1) / group;
         for (uint32_t g = 0; g < groups; g++) {
             uint32_t h0 = m->head0 + g * group, heads = m->heads - g * group, have_q = 0;

@@ -90,7 +90,7 @@ MK_DEV void mk_mla_positional(const mk_dev *d, const mk_mla *m, uint32_t r, uint
 /* Heads of an item of a row, by eight. */
 MK_DEV uint32_t mk_mla_eights(const mk_mla *m, const mk_row *row)
 {
-    return min(mk_head_group(row->pos), m->heads) > 8 ? 2 : 1;
+    return min(mk_head_group(row->pos, m->heads), m->heads) > 8 ? 2 : 1;
 }
 /* The items of rows with NH times eight heads an item: a function each, for the registers are tight. */
 template <uint32_t NH> MK_CALL void mk_mla_items(const mk_insn *in)
@@ -98,13 +98,13 @@ template <uint32_t NH> MK_CALL void mk_mla_items(const mk_insn *in)
     const mk_dev here = mk_here(in), *d = &here;
     const mk_mla *m = &d->in->mla;
     const uint32_t n = m->latent + m->rope, floats = mk_partial_floats(m->latent);
-    const mk_att_share w = mk_att_deal(true, m->latent);
+    const mk_att_share w = mk_att_deal(m->latent);
     const mk_wait *cache = &d->in->wait[2];
 #pragma unroll 1
     for (uint32_t r = 0; r < d->step->nrows; r++) {
         const mk_row *row = &d->step->row[r];
         if (mk_mla_eights(m, row) != NH) continue;
-        const uint32_t per = mk_split_pages(row->pos), splits = row->pos / (MK_PAGE * per) + 1, group = mk_head_group(row->pos);
+        const uint32_t per = mk_split_pages(row->pos, m->grain, m->most), splits = mk_page_quot(row->pos / MK_PAGE, per) + 1, group = mk_head_group(row->pos, m->heads);
         const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
 #pragma unroll 1
         for (uint32_t i = mk_att_first(m->part, m->parts, r); i < splits * groups.n; i += m->parts) {
@@ -113,7 +113,6 @@ template <uint32_t NH> MK_CALL void mk_mla_items(const mk_insn *in)
             mk_att x;
             x.pages = d->a->page + (size_t)row->slot * d->a->max_pages;
             x.key_off = m->kv_off;
-            x.value_off = 0;
             x.bytes = n * 2;
             x.span = n * 2 * MK_PAGE;
             x.nk = n;
@@ -124,48 +123,42 @@ template <uint32_t NH> MK_CALL void mk_mla_items(const mk_insn *in)
             x.end = row->pos < x.first + per * MK_PAGE ? row->pos + 1 : x.first + per * MK_PAGE;
             x.scale = m->scale;
             x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * m->all_heads + h0) * floats;
-            mk_att_begin<true, NH>(d, &x, &w, cache, &regs);
+            mk_att_begin<NH>(d, &x, &w, cache, &regs);
             cache = 0;
 #pragma unroll 1
             for (uint32_t h = d->warp; h < heads; h += MK_WARPS) mk_mla_positional(d, m, r, h0, h, NH > 1);
             mk_mla_latents(d, m, r, h0, heads);
             mk_sync();
             mk_trace_input(d);
-            mk_attend<true, NH>(d->sh, &regs, MK_PAGE);
+            mk_attend<NH>(d->sh, &regs);
         }
     }
 }
 
-/* The newest cache row out of its packets, as KV_APPEND makes it; into the cache, too, by one of those who need it. */
-MK_DEV void mk_mla_newest(const mk_dev *d, const mk_mla *m, const mk_newest *newest, bool writes)
+/* q_pe of a head in a step of one row, asked for before, turned by the controller's angles. */
+MK_DEV void mk_mla_positional_one(const mk_dev *d, const mk_mla *m, const mk_fed *f, mk_asked *asked, uint32_t h0, uint32_t h, uint32_t two)
 {
-    const mk_att_queries of = {(uint32_t)m->latent + m->rope, m->latent / 32u, 0};
-    const uint32_t latent = m->latent, pos = d->step->row[0].pos;
-    const float *param = d->a->param + newest->param_off;
-    float *x = (float *)(d->sh->staging + mk_att_query_bytes(of.nk, of.fine)) + MK_WARPS * 128; /* behind what mk_mla_positional uses */
-    uint32_t *fresh = (uint32_t *)mk_att_fresh(d->sh), *dst = fresh;
-    static_assert(MK_ATT_LATENT / 2 <= MK_COMPUTE && 64 <= MK_COMPUTE, "a pair a thread");
-    const bool has = d->tid < latent / 2, turns = d->tid >= MK_COMPUTE - 64 && d->tid - (MK_COMPUTE - 64) < m->rope / 2;
-    const uint32_t i = d->tid - (MK_COMPUTE - 64); /* pair to be turned */
-    const float g0 = has ? __ldg(param + 2 * d->tid) : 0.0f, g1 = has ? __ldg(param + 2 * d->tid + 1) : 0.0f, freq = turns && m->rotary ? __ldg(param + latent + i) : 0.0f;
-    if (writes) dst = (uint32_t *)mk_kv_at(d, m->kv_off, d->step->row[0].slot, pos, (latent + m->rope) * 2);
-    mk_read_of(d, &newest->wait, 2, 0, newest->k_off, latent + m->rope, x, d->tid, MK_COMPUTE);
-    mk_sync();
-    const float rstd = mk_latent_rstd(x, latent, newest->eps, d->lane);
-    if (has) {
-        const float2 v = ((const float2 *)x)[d->tid];
-        fresh[d->tid] = dst[d->tid] = mk_pack_bf16(__fmul_rn(__fmul_rn(v.x, rstd), g0), __fmul_rn(__fmul_rn(v.y, rstd), g1));
-    }
-    if (turns) {
-        float a = x[latent + 2 * i], b = x[latent + 2 * i + 1];
-        if (m->rotary) mk_rotate_pair(&a, &b, freq, pos);
-        fresh[latent / 2 + i] = dst[latent / 2 + i] = mk_pack_bf16(a, b);
+    const uint32_t latent = m->latent, rope = m->rope, pad = (rope + 31) & ~31u;
+    const mk_att_queries of = {latent + rope, latent / 32, two};
+    float *x = (float *)(d->sh->staging + mk_att_query_bytes(of.nk, of.fine)) + d->warp * pad;
+    __syncwarp(); /* the head before is read */
+    if (rope + d->lane < pad) x[rope + d->lane] = 0;
+    mk_asked_take(asked, d, &d->in->wait[1], 1, 0, f->place.in[1], f->place.epoch[1], m->in_off + (h0 + h) * m->qk_stride, rope, x);
+#pragma unroll 1
+    for (uint32_t i = d->lane; i < pad / 2; i += 32) {
+        float2 y = ((const float2 *)x)[i];
+        if (m->rotary && i < rope / 2) {
+            const float a = y.x, b = y.y;
+            const float s = d->sh->angle[i].x, c = d->sh->angle[i].y;
+            y = make_float2(mk_add(mk_mul(a, c), -mk_mul(b, s)), mk_add(mk_mul(a, s), mk_mul(b, c)));
+        }
+        mk_att_put(d->sh->staging, &of, h, latent + 2 * i, y.x, y.y);
     }
 }
 
-/* mk_mla_latents in few instructions, for most of them are run once and come from L2: the host's map says what a packet carries, and packets are unpacked in a loop, a
+/* Both parts of the queries: q~ is asked for, then q_pe is dealt with. mk_mla_latents in few instructions, for most of them are run once and come from L2: the host's map says what a packet carries, and packets are unpacked in a loop, a
  * word at a time, out of shared memory. */
-MK_DEV void mk_mla_latents_one(const mk_dev *d, const mk_mla *m, const mk_fed *f, uint32_t h0, uint32_t heads)
+MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f, mk_asked *asked, uint32_t h0, uint32_t heads, uint32_t two)
 {
     constexpr uint32_t NP = 3; /* packets in flight: eight heads of 512 are 683 */
     const mk_wait *wait = &d->in->wait[0];
@@ -177,6 +170,7 @@ MK_DEV void mk_mla_latents_one(const mk_dev *d, const mk_mla *m, const mk_fed *f
     uint8_t *q = d->sh->staging;
     uint4 *mine = (uint4 *)(q + mk_att_query_bytes(latent + m->rope, latent / 32) + 8192) + d->tid; /* behind what the rest of an item's set-up uses */
     static_assert(8192 + NP * MK_COMPUTE * 16 <= MK_ATT_SCORES - MK_ATT_REST && 8192 >= 4 * (MK_WARPS * 128 + 640), "where the scores will be");
+    uint32_t h = m->rope ? d->warp : heads;
 #pragma unroll 1
     for (uint32_t i0 = mk_find_slice(d->sh->start + v->start_index + wait->slice0, wait->nslice, first, d->lane) * sp + d->tid;; i0 += NP * MK_COMPUTE) {
         uint4 x[NP];
@@ -186,6 +180,11 @@ MK_DEV void mk_mla_latents_one(const mk_dev *d, const mk_mla *m, const mk_fed *f
             const uint32_t i = min(i0 + k * MK_COMPUTE, all - 1);
             word[k] = __ldg(map + i);
             x[k] = mk_packet_load(base + i);
+        }
+#pragma unroll 1
+        for (; h < heads; h += MK_WARPS) {
+            if (h >= MK_WARPS) mk_asked_for(asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (h0 + h) * m->qk_stride, m->rope);
+            mk_mla_positional_one(d, m, f, asked, h0, h, two);
         }
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
@@ -233,16 +232,16 @@ MK_DEV void mk_mla_latents_one(const mk_dev *d, const mk_mla *m, const mk_fed *f
     }
 }
 
-/* A step of one row (mk_newest): the cache is not waited for, as in gqa_partial.cuh. That publication e + 2 of the newest row's packets comes after this has read them,
- * although it is no wait of the instruction, follows from COMBINE, which waits for all partials of its layer. Bits as above. */
+/* A step of one row: only who has the item that ends with it waits for the cache; what is in it of earlier steps was written before the signal of the partials of its own
+ * step, which this step's descriptor is a consequence of. Bits as above. */
 template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
     const mk_mla *m = &d->in->mla;
     const uint32_t n = m->latent + m->rope, floats = mk_partial_floats(m->latent), per = f->place.per, items = f->place.items, pos = d->step->row[0].pos;
-    const uint32_t group = mk_head_group(pos);
-    const mk_att_share w = mk_att_deal(true, m->latent);
+    const uint32_t group = mk_head_group(pos, m->heads);
+    const mk_att_share w = mk_att_deal(m->latent);
     const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
     uint32_t number = 0;
 #pragma unroll 1
@@ -252,7 +251,6 @@ template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
         mk_att x;
         x.pages = d->a->page + (size_t)d->step->row[0].slot * d->a->max_pages;
         x.key_off = m->kv_off;
-        x.value_off = 0;
         x.bytes = n * 2;
         x.span = n * 2 * MK_PAGE;
         x.nk = n;
@@ -263,15 +261,14 @@ template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
         x.end = pos < x.first + per * MK_PAGE ? pos + 1 : x.first + per * MK_PAGE;
         x.scale = m->scale;
         x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + ((size_t)split * m->all_heads + h0) * floats;
-        mk_att_begin_one<true, NH>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages + x.first / MK_PAGE), &regs);
-        const bool last = x.end == pos + 1;
-        if (last) mk_mla_newest(d, m, &f->plan.newest, h0 == 0);
-#pragma unroll 1
-        for (uint32_t h = d->warp; h < heads; h += MK_WARPS) mk_mla_positional(d, m, 0, h0, h, NH > 1);
-        mk_mla_latents_one(d, m, f, h0, heads);
+        mk_asked asked;
+        mk_asked_for(&asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (h0 + d->warp) * m->qk_stride, d->warp < heads ? m->rope : 0);
+        if (x.end == pos + 1) mk_counter_wait(d, 2);
+        mk_att_begin_one<NH>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages + x.first / MK_PAGE), &regs);
+        mk_mla_queries_one(d, m, f, &asked, h0, heads, NH > 1);
         mk_sync();
         if (!number) mk_trace_input(d);
-        mk_attend<true, NH>(d->sh, &regs, last ? pos % MK_PAGE : MK_PAGE);
+        mk_attend<NH>(d->sh, &regs);
     }
 }
 MK_DEV void mk_mla_one_run(const mk_insn *in)

@@ -110,8 +110,9 @@ static int check_gqa_partials(mk_check *c, uint32_t id, uint8_t *seen)
 /* Does x make the partials that COMBINE m reads? */
 static int makes_partials(const mk_insn *x, const mk_mla *m)
 {
-    if (x->opcode == MK_OP_MLA_PARTIAL) return same_cache(&x->mla, m);
-    return x->opcode == MK_OP_GQA_PARTIAL && x->gqa.kv_off == m->kv_off && x->gqa.dim == m->latent && x->gqa.heads == m->all_heads;
+    if (x->opcode == MK_OP_MLA_PARTIAL) return same_cache(&x->mla, m) && x->mla.grain == m->grain && x->mla.most == m->most;
+    return x->opcode == MK_OP_GQA_PARTIAL && x->gqa.kv_off == m->kv_off && x->gqa.dim == m->latent && x->gqa.heads == m->all_heads && x->gqa.grain == m->grain &&
+           x->gqa.most == m->most;
 }
 
 static int check_attention(mk_check *c)

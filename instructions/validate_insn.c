@@ -48,10 +48,8 @@ int mk_check_reserved(mk_check *c, uint32_t x)
     switch (in->opcode) {
     case MK_OP_EMBED: pad = PAD(embed.pad); break;
     case MK_OP_DELTA_STEP: pad = PAD(delta.pad) | PAD(delta.low[0].pad) | PAD(delta.low[1].pad) | (!in->delta.rank && PAD(delta.low)); break;
-    case MK_OP_KV_APPEND:
-    case MK_OP_MLA_PARTIAL:
-    case MK_OP_COMBINE: pad = PAD(mla.pad); break;
-    case MK_OP_GQA_APPEND:
+    case MK_OP_KV_APPEND: pad = PAD(mla.grain) | PAD(mla.most); break;
+    case MK_OP_GQA_APPEND: pad = PAD(gqa.pad) | PAD(gqa.grain) | PAD(gqa.most); break;
     case MK_OP_GQA_PARTIAL: pad = PAD(gqa.pad); break;
     case MK_OP_ROUTE: pad = PAD(route.pad); break;
     case MK_OP_EXPERT_UP: pad = PAD(expert.pad) | PAD(expert.t) | PAD(expert.n) | PAD(expert.phase); break;
@@ -338,6 +336,14 @@ uint32_t mk_looks_at(const mk_check *c, uint32_t x, uint32_t k, mk_slices s[3])
     return 3;
 }
 
+/* A split has a bounded number of pages, and the splits of any row a place for their partials. */
+static int splits(mk_check *c, uint32_t x, uint32_t grain, uint32_t most)
+{
+    if (grain > 4 || most > MK_MAX_SPLITS)
+        return mk_refuse(c, x, "splits of 1 << %u pages and at most %u of them, expected at most 4 and %u", grain, most, MK_MAX_SPLITS);
+    return MK_OK;
+}
+
 static int check_mla(mk_check *c, uint32_t x, const mk_mla *m)
 {
     const mk_insn *in = &c->p->insn[x];
@@ -355,6 +361,7 @@ static int check_mla(mk_check *c, uint32_t x, const mk_mla *m)
     if (in->opcode != MK_OP_COMBINE)
         TRY(params(c, x, m->param_off, (uint64_t)m->latent + (m->rotary ? m->rope / 2 : 0), "latent norm and rotation"));
 
+    TRY(splits(c, x, m->grain, m->most));
     uint64_t partials = (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * m->all_heads * mk_partial_floats(m->latent) * 4;
     switch (in->opcode) {
     case MK_OP_KV_APPEND:
@@ -432,6 +439,7 @@ static int check_gqa(mk_check *c, uint32_t x, const mk_gqa *g)
         TRY(reads(c, x, 0, (uint64_t)g->k_off + g->head * g->dim, g->dim, "k"));
         return reads(c, x, 0, (uint64_t)g->v_off + g->head * g->dim, g->dim, "v");
     }
+    TRY(splits(c, x, g->grain, g->most));
     uint64_t partials = (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * g->heads * mk_partial_floats(g->dim) * 4;
     TRY(reads(c, x, 0, g->q_off, g->dim, "q of the first head"));
     TRY(reads(c, x, 0, g->q_off + (uint64_t)(g->heads - 1) * g->q_stride, g->dim, "q of the last head"));

@@ -32,6 +32,7 @@
 #define MK_MAX_VEC        48u
 #define MK_MAX_START      3072u /* slice starts of all vectors, in shared memory */
 #define MK_MAX_NORM_HEADS 64u
+#define MK_ANGLES         64u /* sine and cosine of the first pairs of a query that turn */
 #define MK_MAX_PIECES     (8 * MK_COMPUTE) /* of the LM head */
 #define MK_RED_FLOATS     4864u /* of partial sums */
 #define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
@@ -120,19 +121,27 @@ typedef struct mk_input {
     uint32_t form; /* matvec.cuh */
     float eps;
 } mk_input;
-/* Attention of one row: where the newest keys and values are, which it takes from the packets (attention.cuh). */
+/* Attention of one row: where the newest keys and values are, which it takes from the packets of its wait 0 (gqa_partial.cuh). */
 typedef struct mk_newest {
-    mk_wait wait;          /* MLA: KV_APPEND's; GQA has them in its own wait 0 */
-    uint32_t k_off, v_off; /* as in the instruction that appends them; MLA: in_off and nothing */
+    uint32_t k_off, v_off; /* as in the instruction that appends them */
     uint32_t param_off;    /* its, too */
     float eps;
 } mk_newest;
+/* GQA_PARTIAL: what COMBINE publishes, should the row have one split. */
+typedef struct mk_whole {
+    uint16_t vec, pub; /* vec: MK_NONE: COMBINE does it in any case */
+    uint16_t values;   /* of a slice */
+    uint16_t slices;   /* of a head */
+} mk_whole;
 /* What follows from an instruction of the matrix opcodes alone, worked out by the host: all that compute warps do is on the way of the token. */
 typedef struct mk_plan {
     alignas(16) mk_tile tile; /* GEMV, LM_HEAD; EXPERT_UP: the longest slice; EXPERT_DOWN: an expert's, nst is even */
     union {
         mk_input x;           /* GEMV, LM_HEAD, EXPERT_UP */
-        mk_newest newest;     /* MLA_PARTIAL, GQA_PARTIAL */
+        struct {
+            mk_newest newest; /* GQA_PARTIAL */
+            mk_whole whole;
+        };
     };
     uint32_t key;             /* the same for inputs that are staged alike; 0: none */
     uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row */
@@ -155,7 +164,10 @@ enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, rms) (0x40u | (f32) | (form) << 1 | (rms) << 3)
 enum { MK_ONE_COUNT = 0x60, /* nothing but its increment: GQA_APPEND, KV_APPEND whose row the partials write */
-       MK_ONE_GQA = 0x61, MK_ONE_MLA = 0x62 };
+       MK_ONE_GQA = 0x61, MK_ONE_MLA = 0x62,
+       MK_ONE_NONE = 0x63 /* nothing at all: COMBINE of a row whose partials publish what it would */ };
+enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
+#define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
 #define MK_NO_NORM 15u
 
 /* What follows from an instruction and a step, by the controller: row 0 of waits 0-2 and of the signal (PACKET vectors), and their epochs. */
@@ -164,7 +176,8 @@ typedef struct mk_places {
     uint4 *out;
     uint32_t epoch[3], out_epoch;
     uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_* */
-    uint32_t per, items, page[2], pad[3]; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row, first pages of the worker's first two items */
+    uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_* */
+    uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item; MLA: the first ones of its first two */
 } mk_places;
 /* An instruction as the controller feeds it. */
 typedef struct mk_fed {
@@ -257,6 +270,7 @@ typedef struct mk_shared {
     mk_fed fed[MK_INSN_RING];
     alignas(16) mk_step step;
     mk_gpu_args args; /* for functions that are not inlined */
+    float2 angle[MK_ANGLES]; /* of the attention that is next, in a step of one row: by the controller */
     mk_pairs pairs;
     mk_memo memo[MK_WARPS];
     mk_trace_now trace;

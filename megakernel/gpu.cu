@@ -169,6 +169,7 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         EXPECT("latent channels modulo 32", 0, m->latent % 32);
         EXPECT("rotary channels modulo 8", 0, m->rope % 8);
         EXPECT("the type of the absorbed queries", MK_BF16, p->vec[in->wait[0].vec].dtype);
+        EXPECT("the type of the queries", MK_BF16, p->vec[in->wait[1].vec].dtype);
         AT_MOST("bytes of queries", MK_ATT_ROOM - MK_ATT_SCORES, mk_att_query_bytes(m->latent + m->rope, m->latent / 32));
         return MK_OK;
     case MK_OP_COMBINE:
@@ -182,7 +183,8 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
     case MK_OP_GQA_PARTIAL:
         AT_MOST("rotary channels", g->dim, g->rope);
         heads = g->heads / g->kv_heads;
-        AT_MOST("heads on a KV head", MK_ATT_HEADS, heads);
+        AT_MOST("heads on a KV head", 64, heads);
+        EXPECT("the type of the queries", MK_BF16, p->vec[in->wait[0].vec].dtype);
         AT_MOST("channels of a head", MK_GQA_DIM, g->dim);
         EXPECT("channels of a head modulo 8", 0, g->dim % 8);
         return MK_OK;
@@ -207,7 +209,7 @@ static int check_program(const mk_program *p, uint32_t sms, mk_err *err)
     const mk_program_info *i = &p->info;
     if (i->flags & MK_PROG_ACT_F32) return mk_fail(err, MK_E_PROGRAM, "a program with act=f32 runs on the CPU twin only");
     if (i->workers > sms) return mk_fail(err, MK_E_PROGRAM, "the program is for %u workers, the GPU has %u SMs", i->workers, sms);
-    if (i->max_context && mk_split_pages(i->max_context - 1) > MK_ATT_PAGES)
+    if (i->max_context && mk_split_pages(i->max_context - 1, 0, 0) > MK_ATT_PAGES)
         return mk_fail(err, MK_E_PROGRAM, "the kernel's limit is a context of %u tokens, the program allows %u", MK_ATT_PAGES * MK_MAX_SPLITS * MK_PAGE, i->max_context);
     if (i->n_vec > MK_MAX_VEC) return mk_fail(err, MK_E_PROGRAM, "the kernel's limit is %u vectors, the program has %u", MK_MAX_VEC, i->n_vec);
     for (uint32_t w = 0; w < i->workers; w++)
@@ -405,7 +407,67 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
     return MK_OK;
 }
 
-/* In a step of one row the partials make the newest keys and values themselves, and those who append them only count: where both are in one program, and fit. */
+/* Where a row has one split, GQA_PARTIAL can publish in COMBINE's place: if the COMBINEs of its partials are all there, cut every head alike and have no gate. */
+static int whole_plans(const mk_program *p, const mk_insn *insn, uint32_t n, mk_plan *plan, mk_err *err)
+{
+    typedef struct merger {
+        uint32_t n, insn, parts, told; /* COMBINEs, the first one; partials, those that could publish */
+        int not_alike;
+    } merger;
+    merger *all = (merger *)calloc((size_t)p->info.n_vec * MK_EPOCH_STRIDE, sizeof *all);
+    if (!all) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *in = &insn[k];
+        if (in->opcode != MK_OP_COMBINE || in->wait[0].pub >= MK_EPOCH_STRIDE) continue;
+        merger *m = &all[(size_t)in->wait[0].vec * MK_EPOCH_STRIDE + in->wait[0].pub];
+        if (!m->n++) m->insn = k;
+        const mk_insn *first = &insn[m->insn];
+        m->not_alike |= in->mla.gate || in->mla.n != first->mla.n || in->signal_vec != first->signal_vec || in->signal_pub != first->signal_pub ||
+                        in->mla.latent % in->mla.n || in->signal_slice != (in->mla.head0 * in->mla.latent + in->mla.first) / in->mla.n;
+    }
+    for (uint32_t pass = 0; pass < 2; pass++)
+        for (uint32_t k = 0; k < n; k++) {
+            const mk_insn *in = &insn[k];
+            if (in->opcode != MK_OP_GQA_PARTIAL || in->signal_pub >= MK_EPOCH_STRIDE) continue;
+            merger *m = &all[(size_t)in->signal_vec * MK_EPOCH_STRIDE + in->signal_pub];
+            if (!pass) {
+                const mk_mla *c = &insn[m->insn].mla;
+                m->parts++;
+                m->told += plan[k].one == MK_ONE_GQA && m->n && !m->not_alike && (uint64_t)m->n * c->n == (uint64_t)in->gqa.heads * in->gqa.dim &&
+                           p->vec[insn[m->insn].signal_vec].nslice == m->n && p->vec[insn[m->insn].signal_vec].dtype == MK_BF16 && c->grain == in->gqa.grain && c->most == in->gqa.most;
+            } else if (m->parts == in->gqa.parts && m->told == m->parts) {
+                const mk_insn *c = &insn[m->insn];
+                plan[k].whole = (mk_whole){c->signal_vec, c->signal_pub, (uint16_t)c->mla.n, (uint16_t)(c->mla.latent / c->mla.n)};
+            }
+        }
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *in = &insn[k];
+        if (in->opcode != MK_OP_COMBINE || in->wait[0].pub >= MK_EPOCH_STRIDE) continue;
+        const merger *m = &all[(size_t)in->wait[0].vec * MK_EPOCH_STRIDE + in->wait[0].pub];
+        if (m->parts && m->told == m->parts && m->parts == insn[k].mla.parts) plan[k].one = MK_ONE_NONE;
+    }
+    free(all);
+    return MK_OK;
+}
+
+/* Whether enough others come between partial k and the one before it in its queue. With one less than a controller is ahead at most, that one is done when this one is
+ * looked at, and what the controller left for it is not needed any more. With as many, the first of them is done, too, and it waited, if not itself, for somebody who did, for
+ * all partials of its layer: a worker without an item may count at once, no counter will thereby say that a publication is complete which is not. */
+static int spaced(const mk_insn *insn, uint32_t k)
+{
+    const int always = insn[k].opcode == MK_OP_GQA_PARTIAL && insn[k].gqa.part < insn[k].gqa.kv_heads; /* it has an item in any case */
+    for (uint32_t since = always ? 1 : 0; k && insn[k - 1].seq + 1 == insn[k].seq && since < MK_INSN_RING; k--)
+        switch (insn[k - 1].opcode) {
+        case MK_OP_MLA_PARTIAL:
+        case MK_OP_GQA_PARTIAL: return 0;
+        case MK_OP_KV_APPEND:
+        case MK_OP_GQA_APPEND:
+        case MK_OP_COMBINE: break;
+        default: since++; break;
+        }
+    return 1;
+}
+/* In a step of one row GQA's partials make the newest keys and values themselves, and those who append them only count: where both are in one program, and fit. */
 static int attention_plans(const mk_gpu *g, const mk_insn *insn, uint32_t n, mk_plan *plan, mk_err *err)
 {
     const mk_program *p = g->prog;
@@ -416,7 +478,7 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, uint32_t n, mk_
     if (!all) return mk_fail(err, MK_E_CAPACITY, "out of memory");
     for (uint32_t k = 0; k < n; k++) {
         const mk_insn *in = &insn[k];
-        if ((in->opcode != MK_OP_GQA_APPEND && in->opcode != MK_OP_KV_APPEND) || in->signal_pub >= MK_EPOCH_STRIDE) continue;
+        if (in->opcode != MK_OP_GQA_APPEND || in->signal_pub >= MK_EPOCH_STRIDE) continue;
         writer *w = &all[(size_t)in->signal_vec * MK_EPOCH_STRIDE + in->signal_pub];
         w->n++;
         w->insn = k;
@@ -424,37 +486,35 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, uint32_t n, mk_
     for (uint32_t pass = 0; pass < 2; pass++) /* count the partials, then tell them: all or none, for each item must be somebody's */
         for (uint32_t k = 0; k < n; k++) {
             const mk_insn *in = &insn[k];
-            const int mla = in->opcode == MK_OP_MLA_PARTIAL;
-            if (!mla && in->opcode != MK_OP_GQA_PARTIAL) continue;
-            const mk_wait *cache = &in->wait[mla ? 2 : 1];
-            if (cache->pub >= MK_EPOCH_STRIDE) continue;
-            writer *w = &all[(size_t)cache->vec * MK_EPOCH_STRIDE + cache->pub];
+            if (in->opcode == MK_OP_MLA_PARTIAL && spaced(insn, k)) {
+                plan[k].one = MK_ONE_MLA;
+                plan[k].whole.vec = MK_NONE;
+                plan[k].map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * p->vec[in->wait[0].vec].slice_packets;
+                continue;
+            }
+            if (in->opcode != MK_OP_GQA_PARTIAL || in->wait[1].pub >= MK_EPOCH_STRIDE || !spaced(insn, k)) continue;
+            writer *w = &all[(size_t)in->wait[1].vec * MK_EPOCH_STRIDE + in->wait[1].pub];
             const mk_insn *app = &insn[w->insn];
-            if (w->n != p->vec[cache->vec].signals) continue;
-            if (!mla && (in->wait[0].vec != app->wait[0].vec || in->wait[0].pub != app->wait[0].pub || in->wait[0].nslice != p->vec[in->wait[0].vec].nslice)) continue;
+            if (w->n != p->vec[in->wait[1].vec].signals) continue;
+            if (in->wait[0].vec != app->wait[0].vec || in->wait[0].pub != app->wait[0].pub || in->wait[0].nslice != p->vec[in->wait[0].vec].nslice) continue;
             if (!pass) {
                 w->parts++;
                 continue;
             }
-            if (w->parts != (mla ? in->mla.parts : in->gqa.parts)) continue;
-            mk_newest *x = &plan[k].newest;
-            x->wait = app->wait[0];
-            x->k_off = mla ? app->mla.in_off : app->gqa.k_off;
-            x->v_off = mla ? 0 : app->gqa.v_off;
-            x->param_off = mla ? app->mla.param_off : app->gqa.param_off;
-            x->eps = mla ? app->mla.eps : app->gqa.eps;
-            plan[k].one = mla ? MK_ONE_MLA : MK_ONE_GQA;
-            plan[k].map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * p->vec[in->wait[0].vec].slice_packets;
+            if (w->parts != in->gqa.parts) continue;
+            plan[k].newest = (mk_newest){app->gqa.k_off, app->gqa.v_off, app->gqa.param_off, app->gqa.eps};
+            plan[k].one = MK_ONE_GQA;
+            plan[k].whole.vec = MK_NONE;
             w->told++;
         }
     for (uint32_t k = 0; k < n; k++) {
         const mk_insn *in = &insn[k];
-        if ((in->opcode != MK_OP_GQA_APPEND && in->opcode != MK_OP_KV_APPEND) || in->signal_pub >= MK_EPOCH_STRIDE) continue;
+        if (in->opcode != MK_OP_GQA_APPEND || in->signal_pub >= MK_EPOCH_STRIDE) continue;
         const writer *w = &all[(size_t)in->signal_vec * MK_EPOCH_STRIDE + in->signal_pub];
         if (w->n == p->vec[in->signal_vec].signals && w->parts && w->parts == w->told) plan[k].one = MK_ONE_COUNT;
     }
     free(all);
-    return MK_OK;
+    return whole_plans(p, insn, n, plan, err);
 }
 
 /* ROUTE with an EXPERT_UP behind it that reads what the logits were made of: then it is there before they are. maker: any GEMV by the vector and publication that it

@@ -122,7 +122,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_MLA_PARTIAL: mk_mla_partial_run(in); break;
         case MK_OP_COMBINE: mk_combine_run(in); break;
         case MK_OP_GQA_APPEND: mk_gqa_append_run(in); break;
-        case MK_OP_GQA_PARTIAL: mk_gqa_partial_run(in); break;
+        case MK_OP_GQA_PARTIAL: mk_gqa_run<false>(in); break;
         case MK_OP_ROUTE:
             if (mk_fed_of(in)->plan.ahead) stage_ahead(n);
             if (!mk_route_is_one(in))
@@ -132,9 +132,8 @@ MK_DEV void compute(const mk_gpu_args *a)
             break;
         case MK_OP_SAMPLE: mk_sample_is_greedy() ? call_mk_sample_greedy_run(in) : call_mk_sample_run(in); break;
         case MK_OP_SCHEDULE: call_mk_schedule_run(in); break;
-        case MK_ONE_GQA: mk_gqa_one_run(in); break;
+        case MK_ONE_GQA: mk_gqa_run<true>(in); break;
         case MK_ONE_MLA: mk_mla_one_run(in); break;
-        case MK_ONE_COUNT: mk_count_run(in); break;
         case MK_OP_LEAVE: mk_phase_carry(a, true); return;
         default: mk_gemv_one_run(in, what); break;
         }
@@ -233,7 +232,11 @@ static_assert(offsetof(mk_fed, plan) == sizeof(mk_insn) && offsetof(mk_fed, plac
 /* Where its packets are in this step: waits by lanes 0-2, the signal by lane 3. */
 MK_DEV void address(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32_t lane)
 {
-    if (lane == 4) f->place.run = sh->step.nrows == 1 && f->plan.one ? f->plan.one : f->in.opcode;
+    if (lane == 4) {
+        uint32_t run = sh->step.nrows == 1 && f->plan.one ? f->plan.one : f->in.opcode;
+        if (run == MK_ONE_NONE && mk_splits(sh->step.row[0].pos, f->in.mla.grain, f->in.mla.most) > 1) run = MK_OP_COMBINE;
+        f->place.run = run;
+    }
     if (lane > 3) return;
     const mk_wait *w = &f->in.wait[lane < 3 ? lane : 0];
     const uint32_t vec = lane < 3 ? w->vec : f->in.signal_vec, pub = lane < 3 ? w->pub : f->in.signal_pub, slice = lane < 3 ? w->slice0 : f->in.signal_slice;
@@ -244,30 +247,79 @@ MK_DEV void address(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32
 }
 static_assert(offsetof(mk_places, out_epoch) == offsetof(mk_places, epoch) + 12, "the signal's epoch follows the waits'");
 
-/* Attention in a step of one row: its items and where the first two are, whose first pages are on their way to L2 before the queries are made. All lanes. */
-MK_DEV void attention_ahead(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32_t lane)
+/* By what the queries turn. The attention before is done with its own: `spaced` in gpu.cu sees to that. MK_AHEAD_ALIKE: the newest key, too. A function, or its constants
+ * would live across all that a controller does. */
+MK_CALL uint32_t angles_ahead(const mk_fed *f, uint32_t lane)
+{
+    mk_shared *sh = mk_sh();
+    const bool mla = f->in.opcode == MK_OP_MLA_PARTIAL;
+    const mk_mla *m = &f->in.mla;
+    const mk_gqa *g = &f->in.gqa;
+    const uint32_t pairs = min(mla ? m->rotary ? m->rope / 2 : 0 : g->rope / 2, MK_ANGLES), skip = mla ? m->latent : g->norm ? g->dim : 0;
+    bool alike = true;
+#pragma unroll 1
+    for (uint32_t i = lane; i < pairs; i += 32) {
+        const float freq = __ldg(sh->args.param + (mla ? m->param_off : g->param_off) + skip + i);
+        alike = alike && (mla || freq == __ldg(sh->args.param + f->plan.newest.param_off + skip + i));
+        float2 a;
+        mk_sincosf(mk_mul((float)sh->step.row[0].pos, freq), &a.x, &a.y);
+        sh->angle[i] = a;
+    }
+    return __all_sync(0xffffffffu, alike) ? MK_AHEAD_ALIKE : 0;
+}
+
+/* Attention in a step of one row: its items and where the worker's first pages are, which are on their way to L2 before the queries are made. False: it has no item. All
+ * lanes. */
+MK_DEV bool attention_ahead(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32_t lane)
 {
     const mk_row *row = &sh->step.row[0];
     const bool mla = f->in.opcode == MK_OP_MLA_PARTIAL;
     const mk_mla *m = &f->in.mla;
     const mk_gqa *g = &f->in.gqa;
-    const uint32_t per = mk_split_pages(row->pos), group = mk_head_group(row->pos), n = mla ? (m->heads + group - 1) / group : g->kv_heads;
-    const uint32_t items = (row->pos / (MK_PAGE * per) + 1) * n, part = mla ? m->part : g->part, i = part + (lane & 1) * (mla ? m->parts : g->parts);
-    const uint32_t split = i / n, id = i < items ? __ldcg(a->page + (size_t)row->slot * a->max_pages + split * per) : 0;
+    const uint32_t grain = mla ? m->grain : g->grain, most = mla ? m->most : g->most;
+    const uint32_t per = mk_split_pages(row->pos, grain, most), group = mk_head_group(row->pos, m->heads), n = mla ? (m->heads + group - 1) / group : g->kv_heads;
+    const uint32_t splits = mk_splits(row->pos, grain, most), items = splits * n, part = mla ? m->part : g->part, i = part + (mla ? (lane & 1) * m->parts : 0);
+    const uint32_t split = i / n, last = row->pos / MK_PAGE, page = split * per + (mla ? 0 : lane & 3), ahead = mla ? 2 : min(per, MK_AHEAD_PAGES);
+    const bool has = i < items && page <= last && lane < ahead;
+    const uint32_t id = has ? __ldcg(a->page + (size_t)row->slot * a->max_pages + page) : 0;
+    if (part >= items) return false;
+    const uint32_t alike = angles_ahead(f, lane);
     if (lane == 0) {
         f->place.per = per;
         f->place.items = items;
+        f->place.ahead = alike;
+        if (!mla && splits == 1 && f->plan.whole.vec != MK_NONE) {
+            const mk_vec *v = &sh->vec[f->plan.whole.vec];
+            f->place.ahead = alike | MK_AHEAD_WHOLE;
+            f->place.out = (uint4 *)(a->exchange + mk_packet_offset(v, mk_half(v, sh->step.seq, f->plan.whole.pub), 0, 0));
+            f->place.out_epoch = mk_epoch(a->epoch0, sh->step.seq, f->plan.whole.pub);
+        }
     }
-    if (lane < 2) f->place.page[lane] = id;
+    if (lane < MK_AHEAD_PAGES) f->place.page[lane] = id;
+    const uint32_t pages = __ballot_sync(0xffffffffu, has);
 #pragma unroll 1
-    for (uint32_t k = 0; k < 2; k++) {
+    for (uint32_t k = 0; k < ahead; k++) {
         const uint32_t at = __shfl_sync(0xffffffffu, i, k), share = mla ? at % n : 0, of = mla ? n : 1; /* groups of heads share a page: each asks for a part of it */
-        if (at >= items) break;
+        if (!(pages >> k & 1)) break;
         const uint32_t bytes = mla ? (m->latent + m->rope) * 2u * MK_PAGE : 4u * MK_PAGE * g->dim;
         const uint8_t *page = a->kv + (mla ? m->kv_off : g->kv_off + 2 * mk_gqa_at(g->dim, at % n, 0, 0)) + __shfl_sync(0xffffffffu, id, k) * a->kv_page_bytes;
 #pragma unroll 1
         for (uint32_t b = (lane * of + share) * 128; b < bytes; b += 32 * of * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(page + b));
     }
+    return true;
+}
+
+/* An instruction that nobody is fed: its increment and, when the step is traced, a record of no length. Lane 0. */
+MK_DEV void pass_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f)
+{
+    if (f->place.run != MK_ONE_NONE) atomicAdd(a->counter + sh->vec[f->in.signal_vec].counter, 1u);
+    const uint32_t trace = sh->step.trace;
+    if (!trace) return;
+    const uint64_t now = mk_now();
+    const uint32_t tag = trace >> 16, k = (trace & 0xffffu) - 1;
+    uint4 *r = a->trace + 2 * ((size_t)k * a->n_insn + sh->trace.first + f->in.seq);
+    mk_packet_store(r, (uint32_t)now, ((uint32_t)(now >> 32) & 0xffffu) | tag << 16, 0, 0);
+    mk_packet_store(r + 1, 0, 0, 0, tag << 16 | k << 8 | 1);
 }
 
 MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
@@ -299,10 +351,15 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             __syncwarp();
             address(a, sh, &sh->fed[slot], lane);
             __syncwarp();
-            if ((sh->fed[slot].place.run | 3) == 0x63 && sh->fed[slot].place.run != MK_ONE_COUNT) {
-                attention_ahead(a, sh, &sh->fed[slot], lane);
-                __syncwarp();
+            const uint32_t run = sh->fed[slot].place.run;
+            bool idle = run == MK_ONE_COUNT || run == MK_ONE_NONE;
+            if (run == MK_ONE_GQA || run == MK_ONE_MLA) idle = !attention_ahead(a, sh, &sh->fed[slot], lane);
+            if (idle) {
+                if (lane == 0) pass_over(a, sh, &sh->fed[slot]);
+                fed--; /* the slot is free still */
             }
+            __syncwarp();
+            if (idle) continue;
             if (sh->fed[slot].in.opcode == MK_OP_DELTA_STEP) mk_delta_ahead(a, &sh->step, &sh->fed[slot], lane);
             if (lane == 0) mk_store_relaxed(a->position + worker, i - first);
             if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));

@@ -201,6 +201,11 @@ static void poison(test *t, const mk_vec *v, uint64_t bytes)
     if (e) fail_cuda(t, e, "outputs");
 }
 
+static uint32_t splits_of(const mk_insn *in, uint32_t pos)
+{
+    return in->opcode == MK_OP_GQA_PARTIAL ? mk_splits(pos, in->gqa.grain, in->gqa.most) : mk_splits(pos, in->mla.grain, in->mla.most);
+}
+
 static void attention(test *t)
 {
     ref *a = &t->ref;
@@ -213,7 +218,7 @@ static void attention(test *t)
     uint32_t splits = 1;
     a->tokens = 1;
     for (uint32_t r = 0; r < R; r++) {
-        uint32_t s = mk_splits(t->step.row[r].pos);
+        uint32_t s = splits_of(in, t->step.row[r].pos);
         if (s > splits) splits = s;
         if (t->step.row[r].pos + 1 > a->tokens) a->tokens = t->step.row[r].pos + 1;
     }
@@ -239,7 +244,7 @@ static void attention(test *t)
     ref_partials<<<dim3(splits, heads, R), THREADS>>>(*a);
     run(t);
     for (uint32_t r = 0; r < R && !t->rc; r++) {
-        const uint64_t at = (uint64_t)r * MK_MAX_SPLITS * heads * floats, count = (uint64_t)mk_splits(t->step.row[r].pos) * heads * floats;
+        const uint64_t at = (uint64_t)r * MK_MAX_SPLITS * heads * floats, count = (uint64_t)splits_of(in, t->step.row[r].pos) * heads * floats;
         const float *got = (const float *)fetched(t, t->mem.bulk + v->offset + at * 4, count * 4), *want = (const float *)fetched(t, a->want + at, count * 4);
         float *last = (float *)on_host(t, 4 * (count / floats) * 4), *of[4]; /* maxima found and expected, sums found and expected: of all heads and splits */
         for (int k = 0; k < 4 && last; k++) of[k] = last + k * (count / floats);

@@ -273,7 +273,8 @@ static __global__ void ref_partials(ref a)
     const mk_insn *in = a.insn;
     const int mla = in->opcode == MK_OP_MLA_PARTIAL;
     const uint32_t heads = mla ? in->mla.all_heads : in->gqa.heads, n = mla ? in->mla.latent : in->gqa.dim;
-    const uint32_t s = blockIdx.x, h = blockIdx.y, r = blockIdx.z, pos = a.step.row[r].pos, per = mk_split_pages(pos) * MK_PAGE, first = s * per;
+    const uint32_t s = blockIdx.x, h = blockIdx.y, r = blockIdx.z, pos = a.step.row[r].pos, grain = mla ? in->mla.grain : in->gqa.grain, most = mla ? in->mla.most : in->gqa.most;
+    const uint32_t per = mk_split_pages(pos, grain, most) * MK_PAGE, first = s * per;
     const uint32_t end = pos + 1 < first + per ? pos + 1 : first + per;
     const float *score = a.score + ((size_t)r * heads + h) * a.tokens;
     float *to = a.want + (((size_t)r * MK_MAX_SPLITS + s) * heads + h) * (n + 4);
@@ -294,7 +295,7 @@ static __global__ void ref_combine(ref a, const float *partial)
     const mk_mla *m = &in->mla;
     const uint32_t at = blockIdx.x * blockDim.x + threadIdx.x, i = at % m->n, r = at / m->n, floats = m->latent + 4;
     if (r >= a.step.nrows) return;
-    const uint32_t splits = mk_splits(a.step.row[r].pos);
+    const uint32_t splits = mk_splits(a.step.row[r].pos, m->grain, m->most);
     double top = 0, sum = 0;
     float max = -INFINITY;
     for (int pass = 0; pass < 2; pass++)

@@ -44,7 +44,7 @@ static double excess_allowed(const char *name, const char *phase)
     } all[] = {
         {"glm-4.7-flash", "kv_a q_a", 8.1},      {"glm-4.7-flash", "uk", 10.9},  {"glm-4.7-flash", "uv", 13.5},
         {"glm-4.7-flash", "router shared", 7.3}, {"qwen3.5-27b", "delta", 37.6}, {"qwen3.6-27b", "delta", 37.6},
-        {"qwen3.8-27b", "delta", 37.6},
+        {"qwen3.8-27b", "delta", 37.6},          {"llama-3.2-1b", "attn qkv", 7.5},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (strncmp(name, all[i].name, strlen(all[i].name)) == 0 && strcmp(phase, all[i].phase) == 0) return all[i].percent / 100;

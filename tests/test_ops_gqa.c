@@ -10,7 +10,7 @@
 #define JUNK    5 /* values in front of q, and behind v */
 
 typedef struct shape {
-    uint32_t heads, kv, dim, rope, parts, context;
+    uint32_t heads, kv, dim, rope, parts, context, grain, most;
     int norm, gated, act_f32;
 } shape;
 
@@ -64,6 +64,8 @@ static rig *rig_new(shape s)
     g->q.q_stride = g->stride;
     g->q.scale = (float)(1 / sqrt((double)s.dim));
     g->q.parts = s.parts;
+    g->q.grain = (uint8_t)s.grain;
+    g->q.most = (uint8_t)s.most;
     one_alloc(o, 1, 64, STREAMS, s.context, 2 * s.kv * s.dim * (s.act_f32 ? 4 : 2));
     for (int i = 0; i < STREAMS; i++) g->store[i] = need(calloc((size_t)s.context * 2 * s.kv * s.dim, sizeof(double)));
     return g;
@@ -179,7 +181,7 @@ static void attend(rig *g, float *out)
         if (g->s.gated) one_wait(o, g->in);
         one_to(o, g->out, i);
         o->in.mla = (mk_mla){.head0 = i / g->cs, .heads = 1, .latent = (uint16_t)g->s.dim, .all_heads = g->s.heads, .parts = g->s.parts,
-                             .first = i % g->cs * cw, .n = cw, .gate = (uint8_t)g->s.gated, .in_off = g->s.gated ? JUNK + g->s.dim : 0,
+                             .grain = (uint8_t)g->s.grain, .most = (uint8_t)g->s.most, .first = i % g->cs * cw, .n = cw, .gate = (uint8_t)g->s.gated, .in_off = g->s.gated ? JUNK + g->s.dim : 0,
                              .qk_stride = (uint16_t)(g->s.gated ? g->stride : 0)};
         one_run(o, i & 1);
     }
@@ -290,6 +292,9 @@ static void test_real(void **state)
 {
     (void)state;
     attention_case("Llama 1B, bf16", (shape){.heads = 32, .kv = 8, .dim = 64, .rope = 64, .parts = 9, .context = 320}, POS({0, 0}, {1, 190}, {1, 191}));
+    attention_case("Llama 1B, bf16, cut as it is planned", (shape){.heads = 32, .kv = 8, .dim = 64, .rope = 64, .parts = 9, .context = 320, .grain = 2, .most = 16},
+                   POS({0, 0}, {1, 190}, {1, 191}, {1, 192}, {2, 255}, {2, 256}));
+    attention_case("at most three splits", (shape){.heads = 8, .kv = 2, .dim = 64, .rope = 64, .parts = 5, .context = 320, .grain = 1, .most = 3}, POS({0, 127}, {0, 128}, {1, 319}));
     attention_case("Llama 8B, f32", (shape){.heads = 8, .kv = 2, .dim = 128, .rope = 128, .parts = 4, .context = 320, .act_f32 = 1}, POS({0, 40}, {1, 130}));
     attention_case("Qwen3-Next, bf16", (shape){.heads = 16, .kv = 2, .dim = 256, .rope = 64, .parts = 5, .context = 320, .norm = 1, .gated = 1},
                    POS({0, 40}, {1, 190}));

@@ -390,10 +390,10 @@ static void test_attention_long(void **state)
     (void)state;
     /* 66 pages are 66 splits of one page; position 4224 begins page 67: splits of two pages. 33 pages are the last with groups of eight heads. */
     shape s = {.heads = 9, .latent = 64, .rope = 16, .nope = 16, .parts = 4, .context = 5120, .rotary = 1, .act_f32 = 1};
-    assert_int_equal(mk_splits(4223), 66);
-    assert_int_equal(mk_split_pages(4224), 2);
-    assert_int_equal(mk_splits(4224), 34);
-    assert_true(mk_head_group(2111) == 8 && mk_head_group(2112) == 16);
+    assert_int_equal(mk_splits(4223, 0, 0), 66);
+    assert_int_equal(mk_split_pages(4224, 0, 0), 2);
+    assert_int_equal(mk_splits(4224, 0, 0), 34);
+    assert_true(mk_head_group(2111, 32) == 8 && mk_head_group(2112, 32) == 16 && mk_head_group(2048, 64) == 16 && mk_head_group(2048, 20) == 8);
     attention_case("position 5000", s, POS({0, 4223}, {0, 4224}, {1, 2112}, {2, 5000}));
     s.act_f32 = 0;
     attention_case("position 5000, bf16", s, POS({0, 4223}, {0, 4224}, {2, 5000}));
@@ -439,7 +439,7 @@ static void test_parts(void **state)
         for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
             for (uint32_t split = 0; split < MK_MAX_SPLITS; split++)
                 for (uint32_t h = 0; h < s.heads; h++, p += floats) {
-                    uint32_t item = split * groups + h / mk_head_group(at[r % 3][1]);
+                    uint32_t item = split * groups + h / mk_head_group(at[r % 3][1], s.heads);
                     int ours = r < 3 && split <= at[r][1] / MK_PAGE && (item + r) % s.parts == part;
                     for (uint32_t i = 0; i < s.latent + 2; i++) assert_int_equal(!isnan(p[i]), ours);
                 }

@@ -80,7 +80,13 @@ static void refused(void **state)
     BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.kv_off = 64, "GQA_APPEND", "cache pool at 64");
     BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.param_off = 0x7fffffff, "GQA_APPEND", "head norm and rotation");
     BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.eps = 0, "GQA_APPEND", "eps");
-    BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.pad = 1, "GQA_APPEND", "reserved");
+    BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.pad[0] = 1, "GQA_APPEND", "reserved");
+    BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.grain = 1, "GQA_APPEND", "reserved");
+    BREAK("qwen3_next", IN(1, GQA_PARTIAL, 0)->gqa.grain = 5, "GQA_PARTIAL", "splits of 1 << 5 pages");
+    BREAK("qwen3_next", IN(1, GQA_PARTIAL, 0)->gqa.most = MK_MAX_SPLITS + 1, "GQA_PARTIAL", "at most 67 of them");
+    BREAK("qwen3_next", IN(1, GQA_PARTIAL, 0)->gqa.most -= 1, "GQA_PARTIAL", "another cache, shape, scale or input");
+    BREAK("qwen3_next", IN(1, COMBINE, 0)->mla.grain ^= 1, "COMBINE", "for another cache or shape");
+    BREAK("qwen3_next", IN(1, COMBINE, 0)->mla.most -= 1, "COMBINE", "for another cache or shape");
     BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->signal_vec = MK_NONE, "GQA_APPEND", "publishes nothing");
     BREAK("qwen3_next", p->info.kv_page_bytes -= 64, "GQA", "a page of 64 tokens needs");
     BREAK("qwen3_next", IN(1, GQA_PARTIAL, 0)->gqa.heads = 3, "GQA_PARTIAL", "3 heads on 2 KV heads");

@@ -139,7 +139,7 @@ static void combine_feed(mk_case *c, const void *arg)
     rows_of_streams(c);
     for (uint32_t r = 0; r < c->step.nrows; r++) {
         uint64_t s = case_rng(c, 7300, c->row_id[r]);
-        for (uint32_t i = 0; i < mk_splits(c->step.row[r].pos) * a->heads; i++) {
+        for (uint32_t i = 0; i < mk_splits(c->step.row[r].pos, 0, 0) * a->heads; i++) {
             float *p = (float *)c->mem.bulk + ((uint64_t)r * MK_MAX_SPLITS * a->heads + i) * floats;
             for (uint32_t k = 0; k < a->latent; k++) p[k] = 8 * (float)case_uniform(&s) - 4;
             p[a->latent] = 3 * case_normal(&s);
@@ -151,7 +151,7 @@ static void combine_feed(mk_case *c, const void *arg)
 /* ---- GQA ------------------------------------------------------------------------------------------------------------- */
 
 typedef struct gqa_arg {
-    uint32_t heads, kv_heads, dim, rope, norm, far;
+    uint32_t heads, kv_heads, dim, rope, norm, far, grain, most;
 } gqa_arg;
 
 static uint32_t gqa_params(mk_case *c, const gqa_arg *a)
@@ -191,7 +191,7 @@ static void gqa_make(mk_case *c, const void *arg)
         mk_insn *in = case_add(c, w, MK_OP_GQA_PARTIAL);
         in->gqa = (mk_gqa){.q_off = 5, .q_stride = a->dim, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim,
                            .rope = (uint16_t)a->rope, .norm = (uint8_t)a->norm, .scale = 1 / sqrtf((float)a->dim), .eps = a->norm ? 1e-6f : 0, .param_off = param,
-                           .part = w, .parts = W};
+                           .part = w, .parts = W, .grain = (uint8_t)a->grain, .most = (uint8_t)a->most};
         case_wait(c, in, 0);
         case_wait(c, in, 1);
         case_to(c, in, 2, 0);
@@ -233,5 +233,9 @@ const case_spec attention_cases[] = {
     {"GQA_PARTIAL", "32 heads, 8 KV heads of 128, to 1100", Q(.heads = 32, .kv_heads = 8, .dim = 128, .rope = 128, .far = 1100), 7},
     {"GQA_PARTIAL", "16 heads, 2 KV heads of 256, rope 64, norm, to 9000", Q(.heads = 16, .kv_heads = 2, .dim = 256, .rope = 64, .norm = 1, .far = 9000), 7},
     {"GQA_PARTIAL", "8 heads, 2 KV heads of 64, to 4096", Q(.heads = 8, .kv_heads = 2, .dim = 64, .rope = 64, .far = 4096), 132},
+    {"GQA_PARTIAL", "32 heads, 8 KV heads of 64, few splits, to 9000", Q(.heads = 32, .kv_heads = 8, .dim = 64, .rope = 64, .far = 9000, .grain = 2, .most = 16), 7},
+    {"GQA_PARTIAL", "32 heads, 8 KV heads of 64, few splits, to 300", Q(.heads = 32, .kv_heads = 8, .dim = 64, .rope = 64, .far = 300, .grain = 2, .most = 16), 7},
+    {"GQA_PARTIAL", "12 heads, 1 KV head of 128, three splits, to 5000", Q(.heads = 12, .kv_heads = 1, .dim = 128, .rope = 128, .far = 5000, .grain = 1, .most = 3), 5},
+    {"GQA_PARTIAL", "4 heads, 2 KV heads of 40, rope 24, to 700", Q(.heads = 4, .kv_heads = 2, .dim = 40, .rope = 24, .far = 700, .grain = 2, .most = 16), 5},
     {0},
 };
