@@ -334,9 +334,10 @@ static void greedy(void **state)
     (void)state;
     golden g = load();
     machine *m = machine_open(&(machine_config){0});
-    uint32_t same = 0, n = quick ? 4 : g.greedy_n;
+    /* quick: under a sanitizer a whole prompt takes minutes. After a part of it the golden says nothing of the tokens; that they come is what counts there. */
+    uint32_t same = 0, n = quick ? 4 : g.greedy_n, prompt_n = quick && g.prompt_n > 20 ? 20 : g.prompt_n;
     stream(m, 0, NULL);
-    append(m, 0, (const uint32_t *)g.prompt, g.prompt_n, 0);
+    append(m, 0, (const uint32_t *)g.prompt, prompt_n, 0);
     generate(m, 0, n);
     run(m);
     const mk_event *done = event(m, 0, MK_EV_DONE, 0);
@@ -345,14 +346,16 @@ static void greedy(void **state)
     for (; same < n; same++) {
         const mk_event *t = event(m, 0, MK_EV_TOKEN, same);
         assert_non_null(t);
-        assert_int_equal(t->position, g.prompt_n + same);
-        if (t->token == (uint32_t)g.greedy[same]) continue;
+        assert_int_equal(t->position, prompt_n + same);
+        if (prompt_n < g.prompt_n || t->token == (uint32_t)g.greedy[same]) continue;
         print_message("token %u differs; the golden's margin there is %.3f\n", same, g.greedy_margin[same]);
         assert_true(g.greedy_margin[same] < NOISE); /* from here on another text */
         break;
     }
-    print_message("%s, %u workers: %u of %u greedy tokens are the golden's\n", dir, workers, same, n);
-    REPORT("\"greedy_tokens\": %u, \"equal\": %u", n, same);
+    if (prompt_n == g.prompt_n) {
+        print_message("%s, %u workers: %u of %u greedy tokens are the golden's\n", dir, workers, same, n);
+        REPORT("\"greedy_tokens\": %u, \"equal\": %u", n, same);
+    }
     machine_close(&m);
     mk_checkpoint_close(&g.file);
 }
