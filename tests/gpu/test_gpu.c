@@ -491,8 +491,11 @@ static void hang(void **state)
     golden g = load();
     mk_err err = {0};
     machine *m = machine_open(&(machine_config){.timeout_ms = 300});
-    const mk_insn *in = &m->plan->prog->insn[m->plan->prog->queue[3] + 6];
-    put(m, (mk_submit){.op = MK_SUB_HANG, .arg0 = MK_HANG_AT(3, 6), .arg1 = 12});
+    /* One that everybody waits for: behind another, those who wait for it and those who wait for them begin to wait within a microsecond, and any may say so first. */
+    const mk_program *p = m->plan->prog;
+    const mk_insn *in = &p->insn[p->queue[3] + 6];
+    while (in->seq + 1 < p->queue[4] - p->queue[3] && (in->signal_vec == MK_NONE || strcmp(p->vec[in->signal_vec].name, "h"))) in++;
+    put(m, (mk_submit){.op = MK_SUB_HANG, .arg0 = MK_HANG_AT(3, in->seq), .arg1 = 12});
     stream(m, 0, NULL);
     append(m, 0, (const uint32_t *)g.prompt, 20, 0);
     generate(m, 0, 100);
@@ -502,9 +505,9 @@ static void hang(void **state)
     char text[512], want[64];
     assert_int_equal(mk_gpu_fault(m->gpu, text, sizeof text), 1);
     print_message("after %.0f ms: %s\n", 1e3 * t, text);
-    REPORT("\"hang_injected\": \"worker 3, instruction 6 (%s), step 12\", \"found_after_ms\": %.0f, \"report\": \"%s\"", mk_opcode_name(in->opcode),
+    REPORT("\"hang_injected\": \"worker 3, instruction %u (%s), step 12\", \"found_after_ms\": %.0f, \"report\": \"%s\"", in->seq, mk_opcode_name(in->opcode),
            1e3 * t, text);
-    snprintf(want, sizeof want, "worker 3, instruction");
+    snprintf(want, sizeof want, "worker 3, instruction %u (%s", in->seq, mk_opcode_name(in->opcode));
     assert_non_null(strstr(text, "step 12:"));
     assert_non_null(strstr(text, want));
     assert_int_not_equal(mk_gpu_stop(m->gpu, 1000, &err), 0);
