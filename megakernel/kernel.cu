@@ -309,7 +309,9 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f
     return true;
 }
 
-/* An instruction that nobody is fed: its increment and, when the step is traced, a record of no length. Lane 0. */
+/* An instruction that nobody is fed: its increment and, when the step is traced, a record of no length. Lane 0.
+ * What the validator proves of the reuse of buffers holds all the same. A partial without an item has read nothing; what its worker did before, somebody with an item waits
+ * for, because every row of a layer's queries, keys and values is some item's. A COMBINE without work has read nothing, and who waits for its output waits for all items. */
 MK_DEV void pass_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f)
 {
     if (f->place.run != MK_ONE_NONE) atomicAdd(a->counter + sh->vec[f->in.signal_vec].counter, 1u);
