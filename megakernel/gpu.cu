@@ -450,13 +450,13 @@ static int whole_plans(const mk_program *p, const mk_insn *insn, uint32_t n, mk_
     return MK_OK;
 }
 
-/* Whether enough others come between partial k and the one before it in its queue. With one less than a controller is ahead at most, that one is done when this one is
+/* Whether enough others come between partial k and the one before it in its queue, which begins with instruction `first`. With one less than a controller is ahead at most, that one is done when this one is
  * looked at, and what the controller left for it is not needed any more. With as many, the first of them is done, too, and it waited, if not itself, for somebody who did, for
  * all partials of its layer: a worker without an item may count at once, no counter will thereby say that a publication is complete which is not. */
-static int spaced(const mk_insn *insn, uint32_t k)
+static int spaced(const mk_insn *insn, uint32_t first, uint32_t k)
 {
     const int always = insn[k].opcode == MK_OP_GQA_PARTIAL && insn[k].gqa.part < insn[k].gqa.kv_heads; /* it has an item in any case */
-    for (uint32_t since = always ? 1 : 0; k && insn[k - 1].seq + 1 == insn[k].seq && since < MK_INSN_RING; k--)
+    for (uint32_t since = always ? 1 : 0; k > first && since < MK_INSN_RING; k--)
         switch (insn[k - 1].opcode) {
         case MK_OP_MLA_PARTIAL:
         case MK_OP_GQA_PARTIAL: return 0;
@@ -468,9 +468,10 @@ static int spaced(const mk_insn *insn, uint32_t k)
     return 1;
 }
 /* In a step of one row GQA's partials make the newest keys and values themselves, and those who append them only count: where both are in one program, and fit. */
-static int attention_plans(const mk_gpu *g, const mk_insn *insn, uint32_t n, mk_plan *plan, mk_err *err)
+static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t *queue, uint32_t queues, mk_plan *plan, mk_err *err)
 {
     const mk_program *p = g->prog;
+    const uint32_t n = queue[queues];
     typedef struct writer {
         uint32_t n, insn, parts, told; /* who append, one of them; partials that could read what they append from the packets, that do */
     } writer;
@@ -484,15 +485,16 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, uint32_t n, mk_
         w->insn = k;
     }
     for (uint32_t pass = 0; pass < 2; pass++) /* count the partials, then tell them: all or none, for each item must be somebody's */
-        for (uint32_t k = 0; k < n; k++) {
+        for (uint32_t k = 0, q = 0; k < n; k++) {
             const mk_insn *in = &insn[k];
-            if (in->opcode == MK_OP_MLA_PARTIAL && spaced(insn, k)) {
+            while (queue[q + 1] <= k) q++;
+            if (in->opcode == MK_OP_MLA_PARTIAL && spaced(insn, queue[q], k)) {
                 plan[k].one = MK_ONE_MLA;
                 plan[k].whole.vec = MK_NONE;
                 plan[k].map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * p->vec[in->wait[0].vec].slice_packets;
                 continue;
             }
-            if (in->opcode != MK_OP_GQA_PARTIAL || in->wait[1].pub >= MK_EPOCH_STRIDE || !spaced(insn, k)) continue;
+            if (in->opcode != MK_OP_GQA_PARTIAL || in->wait[1].pub >= MK_EPOCH_STRIDE || !spaced(insn, queue[q], k)) continue;
             writer *w = &all[(size_t)in->wait[1].vec * MK_EPOCH_STRIDE + in->wait[1].pub];
             const mk_insn *app = &insn[w->insn];
             if (w->n != p->vec[in->wait[1].vec].signals) continue;
@@ -575,7 +577,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
         first[w + 1] = n_seg;
         efirst[w + 1] = n_expert;
     }
-    if (!rc) rc = attention_plans(g, insn, n_insn, plan, err);
+    if (!rc) rc = attention_plans(g, insn, queue, W, plan, err);
     int ok = !rc && (a->insn = (mk_insn *)uploaded(g, "program", insn, (uint64_t)n_insn * sizeof *insn, err)) &&
              (a->plan = (mk_plan *)uploaded(g, "plans", plan, (uint64_t)n_insn * sizeof *plan, err)) &&
              (a->queue = (uint32_t *)uploaded(g, "queues", queue, 4ull * (W + 1), err)) &&
