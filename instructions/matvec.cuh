@@ -567,7 +567,10 @@ MK_DEV void mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint32_t 
     const mk_plan *p = &mk_fed_of(in)->plan;
     mk_memo *memo = &sh->memo[threadIdx.x / 32];
     const uint32_t step = sh->step.seq;
-    if (whole && memo->staged == p->key && memo->step == step) return;
+    if (whole && memo->staged == p->key && memo->step == step) {
+        if (sh->step.nrows > MK_MAX_ROWS / 2) mk_sync(); /* the product before is read: mk_red_base has but one place for so many rows */
+        return;
+    }
     if (c0) mk_sync(); /* the chunk before is consumed */
     __syncwarp();
     if (threadIdx.x % 32 == 0 && !c0) {

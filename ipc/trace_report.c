@@ -184,6 +184,20 @@ static void sum_step(mk_trace_report *r, uint32_t k)
     }
 }
 
+/* What a controller passes over, because nobody has anything to do for it, is noted when it is passed: while the instructions before are still under way. Its place is
+ * behind them. */
+static void settle(const mk_client_trace *t)
+{
+    const uint32_t n = t->about.instructions;
+    for (uint32_t k = 0; k < t->about.steps; k++) {
+        mk_wire_trace_record *r = &t->record[(size_t)k * n];
+        for (uint32_t i = 1; i < n; i++) {
+            const uint64_t before = r[i - 1].start + r[i - 1].end;
+            if (!r[i].end && t->insn[i].worker == t->insn[i - 1].worker && r[i].start < before) r[i].start = before;
+        }
+    }
+}
+
 int mk_trace_report_new(const mk_client_trace *t, mk_trace_report **out, mk_err *err)
 {
     const uint32_t n = t->about.instructions;
@@ -201,6 +215,7 @@ int mk_trace_report_new(const mk_client_trace *t, mk_trace_report **out, mk_err 
     }
     if (!r || !p || !r->key || !r->name || !r->share || !r->chain || !r->step) rc = mk_fail(err, MK_E_SYSTEM, "out of memory");
     if (!rc) rc = classify(r, err);
+    if (!rc) settle(t);
     uint32_t n_publisher = rc ? 0 : publishers(t, p);
     for (uint32_t k = 0; k < t->about.steps && !rc; k++) {
         sum_step(r, k);

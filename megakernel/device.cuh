@@ -435,6 +435,14 @@ MK_DEV void mk_bulk_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t
                  "l"(src), "r"(bytes), "r"(bar), "l"(policy)
                  : "memory");
 }
+/* True in one lane of the warp, and the compiler knows that it is one: a bulk copy is an instruction of the uniform datapath, for which it otherwise makes a loop over
+ * lanes. All lanes call it. */
+MK_DEV bool mk_elect(void)
+{
+    uint32_t one;
+    asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(one));
+    return one != 0;
+}
 /* All compute warps. */
 MK_DEV void mk_sync(void)
 {

@@ -382,19 +382,27 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
 
 /* ---- loaders -------------------------------------------------------------------------------------------------------- */
 
-/* A ring of stages as its loader walks it. A loader is a warp: two lanes copy, side by side, a stage's weights and its scales; few instructions a stage,
- * because one warp alone takes some five clocks for each. */
+/* A ring of stages as its loader walks it. A loader is a warp of which one lane copies; few instructions a stage, because one warp alone takes some five clocks for
+ * each. */
 typedef struct mk_feed {
     uint32_t full, empty, stage, log; /* shared addresses; stages: 1 << log */
+    uint32_t leave;                   /* mk_shared.leave */
     uint32_t n;                       /* stages so far */
     uint64_t policy;
-    mk_shared *sh;
 } mk_feed;
 
 MK_DEV mk_feed feed_ring(mk_shared *sh, uint32_t ring)
 {
-    mk_feed f = {mk_smem(sh->full[ring]), mk_smem(sh->empty[ring]), mk_smem(mk_stages(ring)), ring == MK_TAPE ? MK_LOG_STATIC : MK_LOG_EXPERT, 0, mk_evict_first(), sh};
+    const uint32_t leave = (uint32_t)__cvta_generic_to_shared((const void *)&sh->leave);
+    mk_feed f = {mk_smem(sh->full[ring]), mk_smem(sh->empty[ring]), mk_smem(mk_stages(ring)), ring == MK_TAPE ? MK_LOG_STATIC : MK_LOG_EXPERT, leave, 0, mk_evict_first()};
+    asm volatile("" : "+r"(f.full), "+r"(f.empty), "+r"(f.stage), "+r"(f.leave)); /* in registers: else the loop finds out again where shared memory begins */
     return f;
+}
+MK_DEV bool feed_leave(const mk_feed *f)
+{
+    uint32_t v;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(v) : "r"(f->leave) : "memory");
+    return v != 0;
 }
 
 /* Streams one segment: whole K blocks a stage, each stage with the scales of its blocks. False: leave. A loader waits as long as it takes; the
@@ -402,17 +410,21 @@ MK_DEV mk_feed feed_ring(mk_shared *sh, uint32_t ring)
 MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scale_bytes, uint32_t kb_bytes, uint32_t nkb, uint32_t per, uint32_t nsegs,
                          uint32_t shift)
 {
-    const uint32_t lane = threadIdx.x % 32, row = nsegs * 4, full_bytes = per * kb_bytes;
+    const uint32_t row = nsegs * 4, full_bytes = per * kb_bytes;
     const uint8_t *weights = segment + scale_bytes;
+    const bool one = mk_elect();
 #pragma unroll 1
     for (uint32_t kb = 0; kb < nkb; kb += per, weights += full_bytes) {
-        const uint32_t slot = f->n & ((1u << f->log) - 1), parity = f->n >> f->log & 1, end = nkb - kb < per ? nkb : kb + per;
-        const uint32_t bytes = nkb - kb < per ? (nkb - kb) * kb_bytes : full_bytes, bar = f->full + 8 * slot, to = f->stage + slot * MK_STAGE_STRIDE;
-        const uint32_t lo = (kb >> shift) * row & ~15u, scales = ((((end - 1) >> shift) + 1) * row + 15 & ~15u) - lo; /* without scales: row = 0 */
+        const uint32_t slot = f->n & ((1u << f->log) - 1), parity = f->n >> f->log & 1, left = nkb - kb;
+        const uint32_t bytes = left < per ? left * kb_bytes : full_bytes, bar = f->full + 8 * slot, to = f->stage + slot * MK_STAGE_STRIDE;
+        const uint32_t lo = (kb >> shift) * row & ~15u, scales = (((kb + min(left, per) - 1 >> shift) + 1) * row + 15 & ~15u) - lo; /* without scales: row = 0 */
         while (!mk_mbar_try(f->empty + 8 * slot, parity ^ 1))
-            if (mk_flag_get(&f->sh->leave)) return false;
-        if (lane == 0) mk_mbar_expect(bar, bytes + scales);
-        if (lane < (scales ? 2u : 1u)) mk_bulk_copy(lane ? to + MK_STAGE_BYTES : to, lane ? segment + lo : weights, lane ? scales : bytes, bar, f->policy);
+            if (feed_leave(f)) return false;
+        if (one) {
+            mk_mbar_expect(bar, bytes + scales);
+            mk_bulk_copy(to, weights, bytes, bar, f->policy);
+            if (scales) mk_bulk_copy(to + MK_STAGE_BYTES, segment + lo, scales, bar, f->policy);
+        }
         f->n++;
     }
     return true;
@@ -423,7 +435,7 @@ MK_DEV bool feed_blank(mk_feed *f)
 {
     const uint32_t slot = f->n & ((1u << f->log) - 1), parity = f->n >> f->log & 1;
     while (!mk_mbar_try(f->empty + 8 * slot, parity ^ 1))
-        if (mk_flag_get(&f->sh->leave)) return false;
+        if (feed_leave(f)) return false;
     if (threadIdx.x % 32 == 0) mk_mbar_arrive(f->full + 8 * slot);
     f->n++;
     return true;
