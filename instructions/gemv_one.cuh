@@ -48,7 +48,7 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gemv_one(const mk_i
             top = max(top, mk_packet_order<F32>(q[j], m[j], p->x.in_off, k, ordered, &sum));
             if (heads) mk_packet_trailer(q[j], m[j], trailer - in->wait[0].slice0);
         }
-        if (FORM == MK_X_F16) {
+        if (FORM != MK_X_BF16) { /* of an f32 vector for mk_stage_again */
             mk_row_top(d, 0, top);
             mk_gain(d, RMS ? mk_row_gain(g) : 0);
         }

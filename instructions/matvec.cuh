@@ -583,6 +583,26 @@ MK_DEV void mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint32_t 
     mk_sync();
 }
 
+/* The vector of an instruction before, which gemv_one.cuh has left in order behind its three planes, staged as f16 with the same norm: what is known of it holds. */
+MK_CALL void mk_stage_again(const mk_insn *in)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_plan *p = &mk_fed_of(in)->plan;
+    const uint32_t k = p->x.k, fours = (k + 63) / 64 * 16, staged = mk_smem(d->sh->staging), ordered = staged + mk_staged_bytes(k, MK_X_F32);
+    float g[MK_FOURS][4];
+    mk_row_gammas(d->sh->args.param + p->x.param_off, d->tid, k, g);
+    const float scale = mk_row_scale(d, 0);
+    if (d->tid == 0) d->sh->scale[d->memo->parity][0] = scale;
+#pragma unroll
+    for (uint32_t c = 0; c < MK_FOURS; c++) {
+        const uint32_t four = d->tid + c * MK_COMPUTE;
+        if (four < fours) mk_stage_four<true, MK_X_F16, true>(ordered + four * 16, 4 * four, k, g[c], scale, staged, mk_row_stride(k));
+    }
+    __syncwarp();
+    if (d->lane == 0) d->memo->staged = p->key;
+    mk_sync();
+}
+
 /* ---- the product ---------------------------------------------------------------------------------------------------- */
 
 #define MK_GROUP_WARPS 4u /* a warpgroup */

@@ -155,7 +155,7 @@ typedef struct mk_plan {
     uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
     uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
     union {
-        uint32_t ahead;       /* ROUTE: 1: the next instruction's input can be staged while the logits are waited for */
+        uint32_t ahead;       /* ROUTE: 1: the next instruction's input can be staged while the logits are waited for, | key << 1 of the input that it can be made of */
         uint64_t tape;        /* DELTA_STEP: its segments, in the tape region */
     };
 } mk_plan;

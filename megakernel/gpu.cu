@@ -528,6 +528,19 @@ static int stages_ahead(const mk_insn *route, const mk_insn *up, const mk_insn *
     return up->opcode == MK_OP_EXPERT_UP && m && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]);
 }
 
+/* Key of the input of this worker's own router, if mk_stage_again can make EXPERT_UP's of it; 0: no. n: instructions before the ROUTE. */
+static uint32_t router_left(const mk_insn *route, const mk_plan *plan, uint32_t n)
+{
+    const mk_insn *up = route + 1;
+    for (uint32_t i = 1; i <= n && i <= 3; i++) {
+        const mk_insn *m = route - i;
+        if (m->opcode == MK_OP_GEMV && m->signal_vec == route->wait[0].vec && m->signal_pub == route->wait[0].pub)
+            return (plan - i)->one == MK_ONE(1, MK_X_F32, 1) && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]) && m->gemv.k == up->expert.k && !m->gemv.in_off &&
+                           m->gemv.param_off == up->expert.param_off && m->gemv.eps == up->expert.eps && mk_form(up->expert.wtype, 0) == MK_X_F16 ? (plan - i)->key : 0;
+    }
+    return 0;
+}
+
 /* Instructions and queues, the static tapes as the loaders see them, and the instructions that the expert loaders walk. */
 static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, uint32_t sets, mk_gpu_args *a, mk_err *err)
 {
@@ -550,7 +563,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
         for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
             const mk_insn *in = &insn[k];
             if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(p, in);
-            if (in->opcode == MK_OP_ROUTE && k + 1 < queue[w + 1]) plan[k].ahead = (uint32_t)stages_ahead(in, in + 1, maker);
+            if (in->opcode == MK_OP_ROUTE && k + 1 < queue[w + 1]) plan[k].ahead = stages_ahead(in, in + 1, maker) ? 1u | router_left(in, &plan[k], k - queue[w]) << 1 : 0;
             if (in->opcode == MK_OP_EXPERT_DOWN) {
                 plan[k].tile = down_tile(in, &expert[n_expert - 1]);
             } else if (!in->tape_bytes) {

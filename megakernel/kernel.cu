@@ -78,15 +78,20 @@ MK_CALL void instruction_done(uint32_t n)
     if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
 }
 
-/* While ROUTE's logits are on their way: stages what the EXPERT_UP behind it reads, which is there already. */
-MK_CALL void stage_ahead(uint32_t n)
+/* While ROUTE's logits are on their way: stages what the EXPERT_UP behind it reads, which is there already. left: key of the router's own input, which then lies in
+ * order behind what is staged; 0: no. */
+MK_CALL void stage_ahead(uint32_t n, uint32_t left)
 {
     mk_shared *sh = mk_sh();
     const mk_fed *f = &sh->fed[(n + 1) % MK_INSN_RING];
     while (!mk_mbar_try(mk_smem(&sh->insn_full[(n + 1) % MK_INSN_RING]), (n + 1) / MK_INSN_RING & 1)) {}
     if (f->place.run != MK_OP_EXPERT_UP) return; /* to be left at once */
     if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * n + 3); /* should it be waited for, for ever, say so */
-    mk_stage_input(&f->in, true, 0, f->plan.x.k);
+    const mk_memo *memo = &sh->memo[threadIdx.x / 32];
+    if (left && sh->step.nrows == 1 && memo->staged == left && memo->step == sh->step.seq)
+        mk_stage_again(&f->in);
+    else
+        mk_stage_input(&f->in, true, 0, f->plan.x.k);
     if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * n + 1);
 }
 
@@ -124,7 +129,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_GQA_APPEND: mk_gqa_append_run(in); break;
         case MK_OP_GQA_PARTIAL: mk_gqa_run<false>(in); break;
         case MK_OP_ROUTE:
-            if (mk_fed_of(in)->plan.ahead) stage_ahead(n);
+            if (mk_fed_of(in)->plan.ahead) stage_ahead(n, mk_fed_of(in)->plan.ahead >> 1);
             if (!mk_route_is_one(in))
                 call_mk_route_run(in);
             else

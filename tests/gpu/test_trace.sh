@@ -29,8 +29,6 @@ for e in trace["traceEvents"]:
     assert key not in seen, key
     seen.add(key)
     end = e["ts"] + e["dur"]
-    if not e["dur"]:
-        continue  # passed over by the controller, ahead of its turn: no time of the worker's
     if e["tid"] in last:
         late = max(late, last[e["tid"]] - e["ts"])
     last[e["tid"]] = end
