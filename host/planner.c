@@ -238,7 +238,7 @@ uint32_t mk_each_piece(mk_builder *b, const mk_part *parts, uint32_t n_parts, co
         for (uint32_t i = 0; i < n_parts; at += parts[i].rows, i++) {
             uint32_t lo = cut[w] > at ? cut[w] : at, hi = cut[w + 1] < at + parts[i].rows ? cut[w + 1] : at + parts[i].rows;
             if (lo >= hi) continue;
-            uint32_t limit = parts[i].up ? MK_SEGMENT_ROWS / 2 : MK_SEGMENT_ROWS, pieces = (hi - lo + limit - 1) / limit;
+            uint32_t limit = parts[i].piece ? parts[i].piece : parts[i].up ? MK_SEGMENT_ROWS / 2 : MK_SEGMENT_ROWS, pieces = (hi - lo + limit - 1) / limit;
             for (uint32_t k = 0; k < pieces; k++) {
                 uint32_t a = lo + mk_start(k, hi - lo, pieces), e = lo + mk_start(k + 1, hi - lo, pieces);
                 f(b, w, &parts[i], a - at, e - a, slice++, arg);

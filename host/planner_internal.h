@@ -34,6 +34,7 @@ typedef struct mk_part {
     const mk_mat *mat, *up; /* up: the second half of a SILU pair, or NULL */
     uint32_t row0, rows, in_off;
     float scale; /* of the output; 0: 1 */
+    uint32_t piece; /* rows of an instruction at most; 0: MK_SEGMENT_ROWS */
 } mk_part;
 
 /* How a group of parts becomes GEMV instructions. */

@@ -419,6 +419,8 @@ static void embed_and_h(mk_builder *b, mk_roles *R)
     free(h.v);
 }
 
+#define LM_HEAD_ROWS   88u
+#define LM_HEAD_PIECES 2048u /* megakernel/device.cuh, MK_MAX_PIECES */
 static void head_and_sample(mk_builder *b, mk_roles *R)
 {
     uint32_t W = b->cfg->workers, vocab = b->m->vocab, *cut = R->cut[0];
@@ -426,6 +428,9 @@ static void head_and_sample(mk_builder *b, mk_roles *R)
     const mk_part *g[1] = {&p};
     uint32_t one[1] = {1};
     mk_split(b, g, one, 1, cut);
+    /* Of 88 rows the device's ring holds two K blocks a stage, which keeps more in flight than one of 128; unless SAMPLE has no room for so many pieces. */
+    uint32_t pieces = ((vocab + W - 1) / W + LM_HEAD_ROWS - 1) / LM_HEAD_ROWS;
+    if (pieces * W <= LM_HEAD_PIECES) p.piece = LM_HEAD_ROWS;
     struct pieces pc = pieces_of(b, &p, cut);
     uint32_t *st = calloc(pc.n + 1, sizeof *st);
     if (!st || b->failed) {

@@ -1,5 +1,5 @@
 /* ROUTE: router logits -> experts and weights of every row, into the worker's own memory. Every worker computes the same.
- *   s = sigmoid(l) or softmax(l);  choice = s + bias (bias for choosing only)
+ *   s = sigmoid(l) or softmax(l);  choice = s + bias (bias for choosing only), or l where softmax's weights are normalised and nothing is added
  *   groups > 1: a group's score is the sum of its two best choices; the topk_groups best groups stay
  *   the topk best choices; weight = s, divided by (their sum + 1e-20) when renorm, times scale. Ties go to the lower id.
  *   wait[0]  router logits f32[experts]
@@ -82,9 +82,11 @@ void mk_route_twin(mk_ctx *c)
     for (uint32_t r = 0; r < nrows; r++) {
         const mk_row *row = &c->step->row[r];
         mk_read(c, 0, r, 0, n, s);
-        score(s, n, t->score);
         const float *bias = c->mem->param + t->param_off;
-        for (uint32_t i = 0; i < n; i++) choice[i] = t->has_bias ? s[i] + bias[i] : s[i];
+        int logits = t->score == MK_SCORE_SOFTMAX && t->renorm && !t->has_bias && t->groups <= 1;
+        if (logits) memcpy(choice, s, n * sizeof *s); /* two of them may have one probability */
+        score(s, n, t->score);
+        for (uint32_t i = 0; i < n && !logits; i++) choice[i] = t->has_bias ? s[i] + bias[i] : s[i];
         choose(t, choice, ids[r]);
         sort_ids(ids[r], t->topk);
         if (c->route_hook) c->route_hook(c->route_arg, c->in->layer, row->slot, row->pos, t->topk, ids[r]);

@@ -25,24 +25,34 @@ typedef struct mk_route_scratch {
 } mk_route_scratch;
 static_assert(sizeof(mk_route_scratch) + MK_MAX_EXPERT * 8 <= MK_RED_FLOATS * 4, "a row fits");
 
-/* score[0..n) from logits to probabilities, by one warp; expert i belongs to lane i mod 32. */
-MK_DEV void mk_route_softmax(uint32_t n, const float *bias, uint32_t *key, float *score)
+/* Softmax keeps the order, and its sum goes when the weights are normalised: then logits choose, and a weight is exp(logit - greatest) before it is normalised. */
+MK_DEV bool mk_route_plain(const mk_route *t)
 {
-    const uint32_t lane = threadIdx.x % 32;
+    return t->renorm && !t->has_bias && t->groups <= 1;
+}
+
+/* Softmax's keys and scores[0..n), out of the logits, by one warp; expert i belongs to lane i mod 32. */
+MK_DEV void mk_route_softmax(const mk_route *t, const float *bias, uint32_t *key, float *score)
+{
+    const uint32_t lane = threadIdx.x % 32, n = t->experts;
+    const bool plain = mk_route_plain(t);
     float max = -INFINITY, sum = 0;
     for (uint32_t i = lane; i < n; i += 32) max = fmaxf(max, score[i]);
 #pragma unroll
     for (int m = 16; m; m >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, m));
     for (uint32_t i = lane; i < n; i += 32) {
-        const float e = mk_expf(score[i] - max);
+        const float l = score[i], e = mk_expf(l - max);
+        if (plain) key[i] = mk_order_key(l);
         score[i] = e;
         sum += e;
     }
-    sum = mk_warp_sum(sum);
-    for (uint32_t i = lane; i < n; i += 32) {
-        const float s = mk_div(score[i], sum);
-        score[i] = s;
-        key[i] = mk_order_key(bias ? s + __ldg(bias + i) : s);
+    if (!plain) {
+        sum = mk_warp_sum(sum);
+        for (uint32_t i = lane; i < n; i += 32) {
+            const float s = mk_div(score[i], sum);
+            score[i] = s;
+            key[i] = mk_order_key(bias ? s + __ldg(bias + i) : s);
+        }
     }
     __syncwarp();
 }
@@ -80,7 +90,7 @@ MK_DEV void mk_route_groups(const mk_route *t, const float *bias, uint32_t *key,
 /* What only some models need. By one warp. */
 MK_CALL void mk_route_prepare(const mk_route *t, const float *bias, uint32_t *key, float *score)
 {
-    if (t->score == MK_SCORE_SOFTMAX) mk_route_softmax(t->experts, bias, key, score);
+    if (t->score == MK_SCORE_SOFTMAX) mk_route_softmax(t, bias, key, score);
     if (t->groups > 1) mk_route_groups(t, bias, key, score);
 }
 
@@ -221,53 +231,22 @@ MK_DEV void mk_route_row(const mk_dev *d, const mk_route *t, uint32_t r, const f
 MK_DEV bool mk_route_is_one(const mk_insn *in)
 {
     const mk_route *t = &in->route;
-    return mk_sh()->step.nrows == 1 && t->experts <= 2 * MK_COMPUTE && t->groups <= 1;
+    return mk_sh()->step.nrows == 1 && t->experts <= 2 * MK_COMPUTE && t->groups <= 1 && (t->score == MK_SCORE_SIGMOID || mk_route_plain(t));
 }
 
 typedef struct mk_route_lists {
     uint32_t key[2 * MK_COMPUTE];
-    float part[2 * MK_COMPUTE];           /* softmax: exp (logit - greatest) */
     uint32_t best[MK_WARPS][MK_MAX_TOPK]; /* keys of a warp's best experts, in order; 0: none */
     float score[MK_WARPS][MK_MAX_TOPK];
     uint8_t id[MK_WARPS][MK_MAX_TOPK];    /* in the warp */
     uint32_t expert[MK_MAX_TOPK];         /* the choice, in order */
     float weight[MK_MAX_TOPK];
-    uint32_t top[MK_WARPS];               /* softmax: order key of a warp's greatest logit */
 } mk_route_lists;
-static_assert(sizeof(mk_route_lists) <= MK_RED_FLOATS * 4 && offsetof(mk_route_lists, top) % 16 == 0, "lists fit");
+static_assert(sizeof(mk_route_lists) <= MK_RED_FLOATS * 4, "lists fit");
 
 MK_DEV uint32_t mk_count_above(uint4 q, uint32_t key)
 {
     return (uint32_t)(q.x > key) + (uint32_t)(q.y > key) + (uint32_t)(q.z > key) + (uint32_t)(q.w > key);
-}
-
-/* s: logits of experts PER * tid and on, of n; they become probabilities, to the bit those of mk_route_softmax. */
-template <uint32_t PER> MK_DEV void mk_route_all_softmax(const mk_dev *d, mk_route_lists *x, uint32_t n, float *s, bool last)
-{
-    uint32_t most = 0;
-#pragma unroll
-    for (uint32_t j = 0; j < PER; j++) most = max(most, d->tid * PER + j < n ? mk_order_key(s[j]) : 0);
-    most = __reduce_max_sync(0xffffffffu, most);
-    if (d->lane == 0) x->top[d->warp] = most;
-    mk_sync();
-    if (last) mk_trace_input(d);
-    const uint4 a = ((const uint4 *)x->top)[0], b = ((const uint4 *)x->top)[1];
-    most = max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w)));
-    const float greatest = __uint_as_float(most >> 31 ? most ^ 0x80000000u : ~most);
-#pragma unroll
-    for (uint32_t j = 0; j < PER; j++) {
-        s[j] = d->tid * PER + j < n ? mk_expf(s[j] - greatest) : 0.0f;
-        x->part[d->tid * PER + j] = s[j];
-    }
-    mk_sync();
-    float part[PER * MK_WARPS], sum = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < PER * MK_WARPS; i++) part[i] = x->part[32 * i + d->lane];
-#pragma unroll
-    for (uint32_t i = 0; i < PER * MK_WARPS; i++) sum += part[i];
-    sum = mk_warp_sum(sum);
-#pragma unroll
-    for (uint32_t j = 0; j < PER; j++) s[j] = mk_div(s[j], sum);
 }
 
 /* Every expert counts who comes before it: in its warp, then, if it is among the warp's K best, among those of the others. Ties go to the lower id, which is
@@ -346,6 +325,7 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
 {
     const mk_route *t = &d->in->route;
     const uint32_t n = t->experts, topk = t->topk, e = d->tid * PER;
+    const bool softmax = t->score == MK_SCORE_SOFTMAX;
     mk_routes *out = (mk_routes *)mk_local_at(d, d->in->signal_vec);
     mk_route_lists *x = (mk_route_lists *)d->sh->red;
     mk_spot at[PER] = {};
@@ -375,23 +355,22 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
         float s[PER];
 #pragma unroll
         for (uint32_t j = 0; j < PER; j++) s[j] = e + j < n && last ? mk_spot_value(&at[j], 0, q[j]) : (float)(e + j);
-        if (t->score == MK_SCORE_SOFTMAX)
-            mk_route_all_softmax<PER>(d, x, n, s, last);
-        else
+        if (!softmax)
 #pragma unroll
             for (uint32_t j = 0; j < PER; j++) s[j] = mk_sigmoidf(s[j]);
 #pragma unroll
         for (uint32_t j = 0; j < PER; j++) key[j] = e + j < n ? mk_order_key(t->has_bias ? s[j] + bias[j] : s[j]) : 0;
-        const bool input = last && t->score != MK_SCORE_SOFTMAX;
         if (topk <= 8)
-            mk_route_all_choose<8, PER>(d, x, key, s, topk, input);
+            mk_route_all_choose<8, PER>(d, x, key, s, topk, last);
         else
-            mk_route_all_choose<16, PER>(d, x, key, s, topk, input);
+            mk_route_all_choose<16, PER>(d, x, key, s, topk, last);
         mk_sync();
         if (last) mk_trace_publish(d);
         if (d->warp == 0) {
             const bool has = d->lane < topk;
-            mk_route_take(d, t, 0, has ? x->expert[d->lane] : 0xffffffffu, has ? x->weight[d->lane] : 0.0f, out, (mk_route_scratch *)0, last);
+            float w = has ? x->weight[d->lane] : 0.0f;
+            if (softmax && has) w = mk_expf(w - x->weight[0]);
+            mk_route_take(d, t, 0, has ? x->expert[d->lane] : 0xffffffffu, w, out, (mk_route_scratch *)0, last);
         }
         mk_sync();
         if (last) break;
