@@ -192,22 +192,21 @@ static void split_workers(uint32_t workers, const mk_part *const *parts, const u
 /* What the busiest worker of a split has to do, in bytes. An instruction costs about 2.5 us beside its weights (a measurement: profiles/NOTES.md), in which
  * a worker of an H200 could have read 90 KB. */
 #define INSN_BYTES 90e3
-static double busiest_worker(uint32_t workers, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, const uint32_t *cut)
+static void add_cost(mk_builder *b, uint32_t w, const mk_part *part, uint32_t first, uint32_t rows, uint32_t slice, void *arg)
 {
+    double *load = arg;
+    (void)b, (void)first, (void)slice;
+    load[w] += rows * row_cost(part) + INSN_BYTES;
+}
+/* load: [workers], scratch. */
+static double busiest_worker(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, const uint32_t *cut, double *load)
+{
+    uint32_t workers = b->cfg->workers;
     double most = 0;
-    for (uint32_t w = 0; w < workers; w++) {
-        double load = 0;
-        for (uint32_t g = 0; g < groups; g++) {
-            const uint32_t *c = cut + g * (workers + 1);
-            uint32_t at = 0;
-            for (uint32_t i = 0; i < n_parts[g]; at += parts[g][i].rows, i++) {
-                uint32_t end = at + parts[g][i].rows, lo = c[w] > at ? c[w] : at, hi = c[w + 1] < end ? c[w + 1] : end;
-                uint32_t limit = parts[g][i].up ? MK_SEGMENT_ROWS / 2 : MK_SEGMENT_ROWS;
-                if (lo < hi) load += (hi - lo) * row_cost(&parts[g][i]) + (hi - lo + limit - 1) / limit * INSN_BYTES;
-            }
-        }
-        if (load > most) most = load;
-    }
+    memset(load, 0, workers * sizeof *load);
+    for (uint32_t g = 0; g < groups; g++) mk_each_piece(b, parts[g], n_parts[g], cut + g * (workers + 1), add_cost, load);
+    for (uint32_t w = 0; w < workers; w++)
+        if (load[w] > most) most = load[w];
     return most;
 }
 
@@ -219,15 +218,17 @@ void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_part
     for (uint32_t g = 0; g < groups; g++) n += n_parts[g];
     if (n == 1 || n > W) return;
     uint32_t *own = malloc(n * sizeof *own), *whole = malloc((size_t)groups * (W + 1) * sizeof *whole);
-    if (!own || !whole) {
+    double *load = malloc(W * sizeof *load);
+    if (!own || !whole || !load) {
         fail_memory(b);
     } else {
         split_workers(W, parts, n_parts, groups, own, whole);
-        b->whole = busiest_worker(W, parts, n_parts, groups, whole) < busiest_worker(W, parts, n_parts, groups, cut);
+        b->whole = busiest_worker(b, parts, n_parts, groups, whole, load) < busiest_worker(b, parts, n_parts, groups, cut, load);
         if (b->whole) memcpy(cut, whole, (size_t)groups * (W + 1) * sizeof *whole);
     }
     free(own);
     free(whole);
+    free(load);
 }
 
 uint32_t mk_each_piece(mk_builder *b, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, mk_piece_fn f, void *arg)

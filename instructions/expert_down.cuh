@@ -195,23 +195,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
 #pragma unroll
                 for (uint32_t i = 0; i < NT; i++) {
                     uint32_t a[4], b[4];
-                    mk_ldmatrix(a, w + 256 * i);
-                    mk_ldmatrix(b, w + 256 * i + 2 * rows * 16);
-                    part[i][0] = part[i][1] = part[i][2] = part[i][3] = 0;
-                    if (FP8) {
-                        uint32_t lo[4], hi[4];
-#pragma unroll
-                        for (int q = 0; q < 4; q++) mk_fp8_open(a[q], &lo[q], &hi[q]);
-                        mk_mma_f16(part[i], lo, v0.x, v0.y);
-                        mk_mma_f16(part[i], hi, v0.z, v0.w);
-#pragma unroll
-                        for (int q = 0; q < 4; q++) mk_fp8_open(b[q], &lo[q], &hi[q]);
-                        mk_mma_f16(part[i], lo, v1.x, v1.y);
-                        mk_mma_f16(part[i], hi, v1.z, v1.w);
-                    } else {
-                        mk_mma_bf16(part[i], a, v0.x, v0.y);
-                        mk_mma_bf16(part[i], b, v0.z, v0.w);
-                    }
+                    mk_tile_product<FP8>(part[i], w + 256 * i, rows, make_uint2(v0.x, v0.y), make_uint2(v0.z, v0.w), make_uint2(v1.x, v1.y), make_uint2(v1.z, v1.w), a, b);
                 }
 #pragma unroll
                 for (uint32_t i = 0; i < NT; i++) {

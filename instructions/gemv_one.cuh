@@ -58,18 +58,8 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gemv_one(const mk_i
             if (d->tid == 0) sh->scale[parity][0] = scale;
         }
         if (heads) mk_head_norm(d, p, 0, trailer);
-        if (RMS) {
-#pragma unroll
-            for (uint32_t c = 0; c < MK_FOURS; c++) {
-                const uint32_t four = d->tid + c * MK_COMPUTE;
-                if (four < fours) mk_stage_four<F32, FORM, true>(ordered + four * (F32 ? 16 : 8), 4 * four, k, g[c], scale, staged, mk_row_stride(k));
-            }
-            mk_row_squares(d, 0, sum);
-        } else {
-#pragma unroll 1
-            for (uint32_t four = d->tid; four < fours; four += MK_COMPUTE)
-                mk_stage_four<F32, FORM, false>(ordered + four * (F32 ? 16 : 8), 4 * four, k, g[0], scale, staged, mk_row_stride(k));
-        }
+        mk_stage_row<F32, FORM, RMS>(ordered, staged, d->tid, k, fours, g, scale);
+        if (RMS) mk_row_squares(d, 0, sum);
         mk_sync();
     }
     mk_trace_input(d);

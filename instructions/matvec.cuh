@@ -304,6 +304,23 @@ template <uint32_t N> MK_DEV void mk_row_wait(const uint4 *from, uint32_t tid, u
     mk_waited(looks);
 }
 
+/* The second pass of one row: its `fours` groups of four values, in order at `ordered`, to `staged`. RMS: they meet the thread's gammas. */
+template <bool F32, uint32_t FORM, bool RMS>
+MK_DEV void mk_stage_row(uint32_t ordered, uint32_t staged, uint32_t tid, uint32_t k, uint32_t fours, const float (*g)[4], float scale)
+{
+    if (RMS) {
+#pragma unroll
+        for (uint32_t c = 0; c < MK_FOURS; c++) {
+            const uint32_t four = tid + c * MK_COMPUTE;
+            if (four < fours) mk_stage_four<F32, FORM, true>(ordered + four * (F32 ? 16 : 8), 4 * four, k, g[c], scale, staged, mk_row_stride(k));
+        }
+    } else {
+#pragma unroll 1
+        for (uint32_t four = tid; four < fours; four += MK_COMPUTE)
+            mk_stage_four<F32, FORM, false>(ordered + four * (F32 ? 16 : 8), 4 * four, k, g[0], scale, staged, mk_row_stride(k));
+    }
+}
+
 /* One row that fits the staging area, and in order behind itself. */
 template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_one(const mk_insn *in)
 {
@@ -337,17 +354,8 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_one(const mk
     const float scale = FORM == MK_X_F16 ? mk_row_scale(d, 0) : 1;
     if (FORM == MK_X_F16 && d->tid == 0) sh->scale[d->memo->parity][0] = scale;
     if (heads) mk_head_norm(d, plan, 0, trailer);
-    if (RMS) {
-#pragma unroll
-        for (uint32_t c = 0; c < MK_FOURS; c++) {
-            const uint32_t i = d->tid + c * MK_COMPUTE;
-            if (i < fours) mk_stage_four<F32, FORM, true>(ordered + i * (F32 ? 16 : 8), 4 * i, k, g[c], scale, staged, mk_row_stride(k));
-        }
-        mk_row_squares(d, 0, sum);
-    } else {
-#pragma unroll 1
-        for (uint32_t i = d->tid; i < fours; i += MK_COMPUTE) mk_stage_four<F32, FORM, false>(ordered + i * (F32 ? 16 : 8), 4 * i, k, g[0], scale, staged, mk_row_stride(k));
-    }
+    mk_stage_row<F32, FORM, RMS>(ordered, staged, d->tid, k, fours, g, scale);
+    if (RMS) mk_row_squares(d, 0, sum);
 }
 MK_DEV bool mk_is_whole(const mk_plan *p, uint32_t nrows)
 {
@@ -593,11 +601,7 @@ MK_CALL void mk_stage_again(const mk_insn *in)
     mk_row_gammas(d->sh->args.param + p->x.param_off, d->tid, k, g);
     const float scale = mk_row_scale(d, 0);
     if (d->tid == 0) d->sh->scale[d->memo->parity][0] = scale;
-#pragma unroll
-    for (uint32_t c = 0; c < MK_FOURS; c++) {
-        const uint32_t four = d->tid + c * MK_COMPUTE;
-        if (four < fours) mk_stage_four<true, MK_X_F16, true>(ordered + four * 16, 4 * four, k, g[c], scale, staged, mk_row_stride(k));
-    }
+    mk_stage_row<true, MK_X_F16, true>(ordered, staged, d->tid, k, fours, g, scale);
     __syncwarp();
     if (d->lane == 0) d->memo->staged = p->key;
     mk_sync();
@@ -668,6 +672,28 @@ MK_DEV uint32_t mk_after(uint32_t at)
     return at;
 }
 
+/* A tile of 16 rows times a K block: part is its product. w: address of the tile's weights for ldmatrix; rows: of the segment. x: right operands, of e4m3 for the first and
+ * other two of each four values, twice; of bf16 the first two. Leaves bf16 weights in a and b. */
+template <bool FP8> MK_DEV void mk_tile_product(float *part, uint32_t w, uint32_t rows, uint2 x0, uint2 x1, uint2 x2, uint2 x3, uint32_t *a, uint32_t *b)
+{
+    mk_ldmatrix(a, w);
+    mk_ldmatrix(b, w + 2 * rows * 16);
+    if (FP8) {
+        uint32_t lo[4], hi[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) mk_fp8_open(a[i], &lo[i], &hi[i]);
+        mk_mma_f16_first(part, lo, x0.x, x0.y);
+        mk_mma_f16(part, hi, x1.x, x1.y);
+#pragma unroll
+        for (int i = 0; i < 4; i++) mk_fp8_open(b[i], &lo[i], &hi[i]);
+        mk_mma_f16(part, lo, x2.x, x2.y);
+        mk_mma_f16(part, hi, x3.x, x3.y);
+    } else {
+        mk_mma_bf16_first(part, a, x0.x, x0.y);
+        mk_mma_bf16(part, b, x1.x, x1.y);
+    }
+}
+
 /* Where a segment row's scale lies, from the scales of its K block on. */
 MK_DEV uint32_t mk_scale_of(uint32_t i, uint32_t rows, uint32_t half, uint32_t nseg, uint32_t phase)
 {
@@ -714,29 +740,17 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, uint32_t at, const mk_tile *t, uint3
 #pragma unroll
             for (uint32_t j = 0; j < NT; j++) {
                 uint32_t a[4], b[4];
-                mk_ldmatrix(a, w + 256 * j);
-                mk_ldmatrix(b, w + 256 * j + 2 * rows * 16);
-                if (FP8) {
-                    uint32_t lo[4], hi[4];
+                if (FP8)
+                    mk_tile_product<true>(part[j], w + 256 * j, rows, make_uint2(v0.x, v0.z), make_uint2(v0.y, v0.w), make_uint2(v1.x, v1.z), make_uint2(v1.y, v1.w), a, b);
+                else
+                    mk_tile_product<false>(part[j], w + 256 * j, rows, make_uint2(v0.x, v0.y), make_uint2(v0.z, v0.w), make_uint2(0, 0), make_uint2(0, 0), a, b);
+                if (FORM == MK_X_F32)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) mk_fp8_open(a[i], &lo[i], &hi[i]);
-                    mk_mma_f16_first(part[j], lo, v0.x, v0.z);
-                    mk_mma_f16(part[j], hi, v0.y, v0.w);
-#pragma unroll
-                    for (int i = 0; i < 4; i++) mk_fp8_open(b[i], &lo[i], &hi[i]);
-                    mk_mma_f16(part[j], lo, v1.x, v1.z);
-                    mk_mma_f16(part[j], hi, v1.y, v1.w);
-                } else {
-                    mk_mma_bf16_first(part[j], a, v0.x, v0.y);
-                    mk_mma_bf16(part[j], b, v0.z, v0.w);
-                    if (FORM == MK_X_F32)
-#pragma unroll
-                        for (uint32_t p = 1; p < MK_PLANES_F32; p++) {
-                            const uint4 v = mk_ldx(xk + p * plane);
-                            mk_mma_bf16(part[j], a, v.x, v.y);
-                            mk_mma_bf16(part[j], b, v.z, v.w);
-                        }
-                }
+                    for (uint32_t p = 1; p < MK_PLANES_F32; p++) {
+                        const uint4 v = mk_ldx(xk + p * plane);
+                        mk_mma_bf16(part[j], a, v.x, v.y);
+                        mk_mma_bf16(part[j], b, v.z, v.w);
+                    }
             }
 #pragma unroll
             for (uint32_t j = 0; j < NT; j++) {

@@ -92,12 +92,30 @@ MK_DEV uint32_t mk_mla_eights(const mk_mla *m, const mk_row *row)
 {
     return min(mk_head_group(row->pos, m->heads), m->heads) > 8 ? 2 : 1;
 }
+/* `heads` heads over split `split` of a row, of `per` pages; dst is still to be said. */
+MK_DEV mk_att mk_mla_item(const mk_dev *d, const mk_mla *m, const mk_row *row, uint32_t split, uint32_t per, uint32_t heads)
+{
+    const uint32_t n = m->latent + m->rope;
+    mk_att x;
+    x.pages = d->a->page + (size_t)row->slot * d->a->max_pages;
+    x.key_off = m->kv_off;
+    x.bytes = n * 2;
+    x.span = n * 2 * MK_PAGE;
+    x.nk = n;
+    x.nv = m->latent;
+    x.fine = m->latent / 32;
+    x.heads = heads;
+    x.first = split * per * MK_PAGE;
+    x.end = row->pos < x.first + per * MK_PAGE ? row->pos + 1 : x.first + per * MK_PAGE;
+    x.scale = m->scale;
+    return x;
+}
 /* The items of rows with NH times eight heads an item: a function each, for the registers are tight. */
 template <uint32_t NH> MK_CALL void mk_mla_items(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_mla *m = &d->in->mla;
-    const uint32_t n = m->latent + m->rope, floats = mk_partial_floats(m->latent);
+    const uint32_t floats = mk_partial_floats(m->latent);
     const mk_att_share w = mk_att_deal(m->latent);
     const mk_wait *cache = &d->in->wait[2];
 #pragma unroll 1
@@ -110,18 +128,7 @@ template <uint32_t NH> MK_CALL void mk_mla_items(const mk_insn *in)
         for (uint32_t i = mk_att_first(m->part, m->parts, r); i < splits * groups.n; i += m->parts) {
             const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
             mk_att_regs regs;
-            mk_att x;
-            x.pages = d->a->page + (size_t)row->slot * d->a->max_pages;
-            x.key_off = m->kv_off;
-            x.bytes = n * 2;
-            x.span = n * 2 * MK_PAGE;
-            x.nk = n;
-            x.nv = m->latent;
-            x.fine = m->latent / 32;
-            x.heads = heads;
-            x.first = split * per * MK_PAGE;
-            x.end = row->pos < x.first + per * MK_PAGE ? row->pos + 1 : x.first + per * MK_PAGE;
-            x.scale = m->scale;
+            mk_att x = mk_mla_item(d, m, row, split, per, heads);
             x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * m->all_heads + h0) * floats;
             mk_att_begin<NH>(d, &x, &w, cache, &regs);
             cache = 0;
@@ -239,7 +246,7 @@ template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
     const mk_mla *m = &d->in->mla;
-    const uint32_t n = m->latent + m->rope, floats = mk_partial_floats(m->latent), per = f->place.per, items = f->place.items, pos = d->step->row[0].pos;
+    const uint32_t floats = mk_partial_floats(m->latent), per = f->place.per, items = f->place.items, pos = d->step->row[0].pos;
     const uint32_t group = mk_head_group(pos, m->heads);
     const mk_att_share w = mk_att_deal(m->latent);
     const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
@@ -248,18 +255,7 @@ template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
     for (uint32_t i = m->part; i < items; i += m->parts, number++) {
         const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
         mk_att_regs regs;
-        mk_att x;
-        x.pages = d->a->page + (size_t)d->step->row[0].slot * d->a->max_pages;
-        x.key_off = m->kv_off;
-        x.bytes = n * 2;
-        x.span = n * 2 * MK_PAGE;
-        x.nk = n;
-        x.nv = m->latent;
-        x.fine = m->latent / 32;
-        x.heads = heads;
-        x.first = split * per * MK_PAGE;
-        x.end = pos < x.first + per * MK_PAGE ? pos + 1 : x.first + per * MK_PAGE;
-        x.scale = m->scale;
+        mk_att x = mk_mla_item(d, m, &d->step->row[0], split, per, heads);
         x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + ((size_t)split * m->all_heads + h0) * floats;
         mk_asked asked;
         mk_asked_for(&asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (h0 + d->warp) * m->qk_stride, d->warp < heads ? m->rope : 0);
