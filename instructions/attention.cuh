@@ -95,7 +95,7 @@ MK_DEV void mk_read_of(const mk_dev *d, const mk_wait *w, uint32_t k, uint32_t r
 #pragma unroll 1
     for (uint32_t i0 = at;; i0 += 2 * threads) {
         uint4 x[2];
-        uint32_t from[2], to[2], index[2], more = 0, looks = 0;
+        uint32_t from[2], to[2], index[2], more = 0;
 #pragma unroll
         for (uint32_t j = 0; j < 2; j++) {
             const uint32_t i = i0 + j * threads, s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
@@ -112,13 +112,7 @@ MK_DEV void mk_read_of(const mk_dev *d, const mk_wait *w, uint32_t k, uint32_t r
                 x[j] = mk_packet_load(base + index[j]);
         }
         if (!more) break;
-        while (x[0].w != epoch || x[1].w != epoch) {
-            const bool late = x[0].w != epoch;
-            if (!mk_still_waiting(++looks, k, row, late ? index[0] : index[1], late ? x[0].w : x[1].w)) break;
-            if (x[0].w != epoch) x[0] = mk_packet_load(base + index[0]);
-            if (x[1].w != epoch) x[1] = mk_packet_load(base + index[1]);
-        }
-        mk_waited(looks);
+        mk_packets_wait(base, index, 3u, epoch, k, row, 0, x);
 #pragma unroll
         for (uint32_t j = 0; j < 2; j++) {
             const uint32_t word[3] = {x[j].x, x[j].y, x[j].z};

@@ -51,7 +51,7 @@ MK_DEV void mk_pair_gather(const mk_dev *d, const mk_pairs_walk *w, uint32_t r, 
 #pragma unroll 1
     for (uint32_t i = d->lane; i - d->lane < w->per; i += 32 * MK_PAIR_PACKETS) {
         uint4 q[MK_PAIR_PACKETS];
-        uint32_t at[MK_PAIR_PACKETS];
+        uint32_t at[MK_PAIR_PACKETS], stride[MK_PAIR_PACKETS], wanted = 0;
         const uint4 *p = from + i;
 #pragma unroll
         for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) q[j] = mk_packet_load(p + 32 * j);
@@ -60,22 +60,10 @@ MK_DEV void mk_pair_gather(const mk_dev *d, const mk_pairs_walk *w, uint32_t r, 
         for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) {
             const uint32_t p = min(i + 32 * j, w->per - 1), s = mk_quot(p, w->by_slice), v = w->start[s] + (p - s * w->by_slice.n) * 6, end = w->start[s + 1];
             at[j] = i + 32 * j < w->per && v < end ? to + 2 * v : none;
+            wanted |= at[j] != none ? 1u << j : 0;
+            stride[j] = 32 * j;
         }
-        uint32_t looks = 0;
-        for (bool again = true; again;) {
-            again = false;
-            uint32_t late = 0, found = 0;
-#pragma unroll
-            for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++)
-                if (q[j].w != w->epoch && at[j] != none) {
-                    again = true;
-                    late = i + 32 * j;
-                    found = q[j].w;
-                    q[j] = mk_packet_load(p + 32 * j);
-                }
-            if (again) again = mk_still_waiting(++looks, 0, r, first + late, found);
-        }
-        mk_waited(looks);
+        mk_packets_wait(p, stride, wanted, w->epoch, 0, r, first + i, q);
 #pragma unroll
         for (int k = 5; k >= 0; k--) {
             __syncwarp();

@@ -287,21 +287,13 @@ MK_DEV uint32_t mk_row_gain(const float (*g)[4])
 /* Waits for them. */
 template <uint32_t N> MK_DEV void mk_row_wait(const uint4 *from, uint32_t tid, uint32_t r, uint32_t epoch, const uint32_t (&m)[N], uint4 (&q)[N])
 {
-    uint32_t looks = 0;
-    for (bool again = true; again;) {
-        again = false;
-        uint32_t late = 0, found = 0;
+    uint32_t used = 0, at[N];
 #pragma unroll
-        for (uint32_t j = 0; j < N; j++)
-            if (q[j].w != epoch && mk_map_used(m[j])) {
-                again = true;
-                late = tid + j * MK_COMPUTE;
-                found = q[j].w;
-                q[j] = mk_packet_load(from + late);
-            }
-        if (again) again = mk_still_waiting(++looks, 0, r, late, found);
+    for (uint32_t j = 0; j < N; j++) {
+        used |= mk_map_used(m[j]) ? 1u << j : 0;
+        at[j] = j * MK_COMPUTE;
     }
-    mk_waited(looks);
+    mk_packets_wait(from + tid, at, used, epoch, 0, r, tid, q);
 }
 
 /* The second pass of one row: its `fours` groups of four values, in order at `ordered`, to `staged`. RMS: they meet the thread's gammas. */
@@ -383,7 +375,7 @@ MK_DEV void mk_rows_wait(const uint4 *from, uint32_t row_packets, uint32_t nrows
         while ((more = mk_still_waiting(++looks, 0, late, p, found)) && found != epoch);
 #pragma unroll
         for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
-            if (r < nrows && q[r].w != epoch) q[r] = mk_packet_load(from + r * row_packets);
+            mk_packet_again(&q[r], from + r * row_packets, r < nrows && q[r].w != epoch);
     }
     mk_waited(looks);
 }

@@ -21,7 +21,7 @@ MK_DEV void mk_mla_latents(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_
     for (uint32_t i0 = d->tid;; i0 += NP * MK_COMPUTE) {
         uint4 x[NP];
         int at[NP], to[NP]; /* the packet's first value and the end of its values, from head h0's first on */
-        uint32_t from[NP], more = 0, looks = 0;
+        uint32_t from[NP], more = 0;
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
             const uint32_t i = i0 + k * MK_COMPUTE, s = s0 + mk_quot(i, by), p = i - (s - s0) * sp;
@@ -35,14 +35,7 @@ MK_DEV void mk_mla_latents(const mk_dev *d, const mk_mla *m, uint32_t r, uint32_
             if (at[k] < to[k]) x[k] = mk_packet_load(base + from[k]);
         }
         if (!more) break;
-        while (x[0].w != epoch || x[1].w != epoch || x[2].w != epoch) {
-            const bool a = x[0].w != epoch, b = x[1].w != epoch;
-            if (!mk_still_waiting(++looks, 0, r, a ? from[0] : b ? from[1] : from[2], a ? x[0].w : b ? x[1].w : x[2].w)) break;
-#pragma unroll
-            for (uint32_t k = 0; k < NP; k++)
-                if (x[k].w != epoch) x[k] = mk_packet_load(base + from[k]);
-        }
-        mk_waited(looks);
+        mk_packets_wait(base, from, (1u << NP) - 1, epoch, 0, r, 0, x);
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
             if (at[k] >= to[k]) continue;
@@ -181,7 +174,7 @@ MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f
 #pragma unroll 1
     for (uint32_t i0 = mk_find_slice(d->sh->start + v->start_index + wait->slice0, wait->nslice, first, d->lane) * sp + d->tid;; i0 += NP * MK_COMPUTE) {
         uint4 x[NP];
-        uint32_t word[NP], more = 0, looks = 0;
+        uint32_t word[NP], more = 0;
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
             const uint32_t i = min(i0 + k * MK_COMPUTE, all - 1);
@@ -200,20 +193,13 @@ MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f
             if (!has || from + MK_MAP_VALUES(word[k]) <= first) word[k] = MK_MAP_NONE;
         }
         if (!more) break;
-        for (bool again = true; again;) {
-            uint32_t late = 0, found = 0;
-            again = false;
+        uint32_t stride[NP], wanted = 0;
 #pragma unroll
-            for (uint32_t k = 0; k < NP; k++)
-                if (x[k].w != epoch && MK_MAP_VALUES(word[k])) {
-                    again = true;
-                    late = i0 + k * MK_COMPUTE;
-                    found = x[k].w;
-                    x[k] = mk_packet_load(base + late);
-                }
-            if (again) again = mk_still_waiting(++looks, 0, 0, late, found);
+        for (uint32_t k = 0; k < NP; k++) {
+            wanted |= MK_MAP_VALUES(word[k]) ? 1u << k : 0;
+            stride[k] = k * MK_COMPUTE;
         }
-        mk_waited(looks);
+        mk_packets_wait(base + i0, stride, wanted, epoch, 0, 0, i0, x);
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) mine[k * MK_COMPUTE] = make_uint4(x[k].x, x[k].y, x[k].z, word[k]);
 #pragma unroll 1

@@ -458,6 +458,16 @@ MK_DEV uint4 mk_packet_load(const uint4 *p)
     asm volatile("{\n\t.reg .b128 v;\n\tld.relaxed.gpu.global.b128 v, [%2];\n\tmov.b128 {%0, %1}, v;\n\t}" : "=l"(lo), "=l"(hi) : "l"(p) : "memory");
     return make_uint4((uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32));
 }
+/* Another look at a packet, if it is late. In place, so that the looks at several packets are under way together: a copy would wait for each before the next is asked for. */
+MK_DEV void mk_packet_again(uint4 *q, const uint4 *p, bool late)
+{
+    uint64_t lo = (uint64_t)q->y << 32 | q->x, hi = (uint64_t)q->w << 32 | q->z;
+    asm volatile("{\n\t.reg .pred p;\n\t.reg .b128 v;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.b128 v, {%0, %1};\n\t@p ld.relaxed.gpu.global.b128 v, [%2];\n\tmov.b128 {%0, %1}, v;\n\t}"
+                 : "+l"(lo), "+l"(hi)
+                 : "l"(p), "r"((uint32_t)late)
+                 : "memory");
+    *q = make_uint4((uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32));
+}
 MK_DEV void mk_packet_store(uint4 *p, uint32_t x, uint32_t y, uint32_t z, uint32_t epoch)
 {
     uint64_t lo = (uint64_t)y << 32 | x, hi = (uint64_t)epoch << 32 | z;
@@ -647,6 +657,28 @@ MK_DEV uint4 mk_packet_get(const uint4 *p, uint4 q, uint32_t epoch, uint32_t k, 
     }
     mk_waited(looks);
     return q;
+}
+
+/* Packets base + at[j] of wait k, those of bit j of `wanted`, of which q are earlier looks. first: number of the packet at base, for those who ask what is waited for. */
+template <uint32_t N>
+MK_DEV void mk_packets_wait(const uint4 *base, const uint32_t (&at)[N], uint32_t wanted, uint32_t epoch, uint32_t k, uint32_t row, uint32_t first, uint4 (&q)[N])
+{
+    uint32_t looks = 0;
+    for (;;) {
+        uint32_t late = 0;
+#pragma unroll
+        for (uint32_t j = 0; j < N; j++) late |= q[j].w != epoch ? wanted & 1u << j : 0;
+        if (!late) break;
+#pragma unroll
+        for (uint32_t j = 0; j < N; j++) mk_packet_again(&q[j], base + at[j], late & 1u << j);
+        if (++looks & 255u) continue;
+        uint32_t packet = 0, found = 0;
+#pragma unroll
+        for (uint32_t j = 0; j < N; j++)
+            if (late & 1u << j) packet = first + at[j], found = q[j].w;
+        if (!mk_still_waiting(looks, k, row, packet, found)) break;
+    }
+    mk_waited(looks);
 }
 
 /* Waits for a BULK vector; all compute threads call it, and may then read the vector with loads that bypass L1. */
