@@ -146,23 +146,23 @@ template <uint32_t FORM> MK_DEV void mk_pairs_stage(const mk_dev *d, const mk_ro
     }
 }
 
-/* acc + this warp's NT tiles of a batch of experts. at: of the first one's first stage, nst: stages of an expert. */
-template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, uint32_t at, uint32_t experts, uint32_t cols, mk_accs acc)
+/* acc + this warp's NT tiles of a batch of experts, whose stages are the ring's next. */
+template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     mk_shared *sh = mk_sh();
+    const mk_lap lap = sh->lap[MK_EXPERT];
     const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg;
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, first = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1);
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, first = (warp / MK_GROUP_WARPS - slot->at) & (MK_GROUPS - 1);
     const bool sides = rows > 16 * MK_TILES;
     const uint32_t ways = sides ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS, way = member & (ways - 1), row0 = sides ? (member >> 1) * 16 * MK_TILES : 0;
     const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16; /* of ldmatrix: chunk lane / 16, row lane % 16 */
-    const uint32_t ring0 = mk_smem(mk_stages(MK_EXPERT)), full = mk_smem(sh->full[MK_EXPERT]), empty = mk_smem(sh->empty[MK_EXPERT]);
     uint32_t c[2 * NT], pair = mk_smem(sh->red + MK_DOWN_TABLE);
 #pragma unroll
-    for (uint32_t i = 0; i < 2 * NT; i++) c[i] = FP8 ? mk_scale_of(row0 + 8 * i + g, rows, rows, t->nseg, t->phase) : 0;
+    for (uint32_t i = 0; i < 2 * NT; i++) c[i] = FP8 ? mk_scale_of(row0 + 8 * i + g, rows, rows, t->nseg, t->phase) - lap.scales : 0;
 
 #pragma unroll 1
-    for (uint32_t j = 0; j < experts; j++, at += nst, pair += 4 * MK_MAX_ROWS) {
+    for (uint32_t j = 0; j < experts; j++, pair += 4 * MK_MAX_ROWS) {
         const uint32_t table = mk_after(pair);
         const float n0 = mk_lds(table + 8 * l), n1 = mk_lds(table + 8 * l + 4);
         const uint32_t column = __float_as_uint(mk_lds(table + 4 * MK_DOWN_PAIRS + 4 * (g < cols ? g : 0))) + l * 16;
@@ -170,11 +170,11 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
         uint32_t turn = first ? per : 0; /* K blocks of the partial sum before: a function of k alone */
 #pragma unroll 1
         for (uint32_t s = first; s < nst; s += MK_GROUPS, turn += per) {
-            const uint32_t n = at + s, slot = n & (MK_EXPERT_STAGES - 1), kb = s * per, end = min(kb + per, nkb), stage = ring0 + slot * MK_STAGE_STRIDE;
-            mk_stage_wait(full + 8 * slot, n >> MK_LOG_EXPERT & 1, MK_FAULT_EXPERT);
+            const uint32_t kb = s * per, end = min(kb + per, nkb);
+            mk_stage_wait(slot->bar, slot->phase, MK_FAULT_EXPERT);
             const uint32_t b0 = (way - turn) & (ways - 1);
-            uint32_t w = mk_after(stage + row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0) * (FP8 ? 128 : 64);
-            const uint32_t scales = mk_after(stage + MK_STAGE_BYTES) + (((kb >> 1) * scale_row) & 15) - (kb >> 1) * scale_row;
+            uint32_t w = mk_after(slot->stage + row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0) * (FP8 ? 128 : 64);
+            const uint32_t scales = mk_after(slot->stage);
 #pragma unroll 1
             for (uint32_t k = kb + b0; k < end; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
                 float part[NT][4];
@@ -196,18 +196,20 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
                 }
             }
             __syncwarp();
-            if (mk_arrives(lane)) mk_mbar_arrive(empty + 8 * slot);
+            if (mk_arrives(lane)) mk_mbar_arrive(slot->bar + MK_EMPTY);
+            mk_next_move(slot, &lap);
         }
     }
+    slot->at += experts * nst;
     return acc;
 }
-template <uint32_t FORM> MK_DEV mk_accs mk_down_product(const mk_tile *t, uint32_t at, uint32_t experts, uint32_t cols, mk_accs acc)
+template <uint32_t FORM> MK_DEV mk_accs mk_down_product(const mk_tile *t, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
 {
     const uint32_t tiles = (t->rows + 15) / 16; /* with two sides: all four, of which the second's last may be none */
-    if (tiles == 1) return mk_down_product_as<FORM, 1>(t, at, experts, cols, acc);
-    if (tiles == 2) return mk_down_product_as<FORM, 2>(t, at, experts, cols, acc);
-    if (tiles == 3) return mk_down_product_as<FORM, 3>(t, at, experts, cols, acc);
-    return mk_down_product_as<FORM, 4>(t, at, experts, cols, acc);
+    if (tiles == 1) return mk_down_product_as<FORM, 1>(t, slot, experts, cols, acc);
+    if (tiles == 2) return mk_down_product_as<FORM, 2>(t, slot, experts, cols, acc);
+    if (tiles == 3) return mk_down_product_as<FORM, 3>(t, slot, experts, cols, acc);
+    return mk_down_product_as<FORM, 4>(t, slot, experts, cols, acc);
 }
 
 template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
@@ -228,8 +230,8 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
     mk_sync(); /* nobody reads the reduction area any more */
 
     mk_accs acc = mk_no_sum();
-    const uint32_t at0 = mk_ring_at(d, MK_EXPERT);
-    uint32_t at = at0;
+    mk_next slot = d->memo->next[MK_EXPERT];
+    const uint32_t at0 = slot.at;
 #pragma unroll 1
     for (uint32_t j = 0; j < n_union;) {
         const uint32_t p0 = d->sh->pairs.first[j];
@@ -241,11 +243,10 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
         mk_sync();
         if (!j) mk_trace_input(d);
         mk_trace_bytes(d, (next - j) * n * t.nkb * MK_KBLOCK_BYTES);
-        acc = mk_down_product<FORM>(&t, at, next - j, nrows, acc);
-        at += (next - j) * t.nst;
+        acc = mk_down_product<FORM>(&t, &slot, next - j, nrows, acc);
         j = next;
     }
-    mk_ring_pass(d, MK_EXPERT, at);
+    mk_ring_pass(d, MK_EXPERT, &slot);
     mk_parts_put(d, d->sh->red, n, at0, nrows, &acc);
     mk_sync();
     mk_trace_publish(d);

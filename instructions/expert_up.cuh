@@ -38,7 +38,7 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
     mk_sync(); /* nobody reads the reduction area any more */
     mk_trace_input(d);
 
-    uint32_t at = mk_ring_at(d, MK_EXPERT);
+    mk_next ring = d->memo->next[MK_EXPERT];
 #pragma unroll 1
     for (uint32_t next = d->worker; next < all;) {
         const uint32_t first = next;
@@ -53,10 +53,10 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
                 t.per = f->plan.less & 0xffffu;
                 t.nst = f->plan.less >> 16;
             }
-            const mk_accs acc = mk_product<FORM>(MK_EXPERT, at, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), nrows, MK_NO_NORM, mk_no_sum());
+            const uint32_t at = ring.at;
+            const mk_accs acc = mk_product<FORM>(MK_EXPERT, &ring, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), nrows, MK_NO_NORM, mk_no_sum());
             mk_parts_put(d, d->sh->red + n * size, t.rows, at, nrows, &acc);
             mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
-            at += t.nst;
         }
         mk_sync();
         mk_trace_publish(d);
@@ -76,7 +76,7 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
         }
         mk_sync();
     }
-    mk_ring_pass(d, MK_EXPERT, at);
+    mk_ring_pass(d, MK_EXPERT, &ring);
 }
 MK_DEV void mk_expert_up_run(const mk_insn *in)
 {

@@ -15,7 +15,8 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gemv_one(const mk_i
     mk_memo *memo = d->memo;
     const uint32_t n = in->gemv.n, end = p->end, group = d->warp, i = group * MK_UNIT + d->lane, step = sh->step.seq;
     const bool has = i < n && d->lane < MK_UNIT, staged_before = memo->staged == p->key && memo->step == step;
-    const uint32_t at = memo->at[MK_TAPE], turn = memo->turn, parity = memo->parity ^ !staged_before, staged = mk_smem(sh->staging);
+    mk_next slot = memo->next[MK_TAPE];
+    const uint32_t at = slot.at, turn = memo->turn, parity = memo->parity ^ !staged_before, staged = mk_smem(sh->staging);
     uint4 look = make_uint4(0, 0, 0, 0), gate = make_uint4(0, 0, 0, 0);
     const uint4 *const residual = f->place.in[1] + i / 3;
     if ((end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS && has) look = mk_packet_load(residual);
@@ -66,12 +67,12 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gemv_one(const mk_i
 
     const mk_tile t = p->tile;
     const uint32_t base = (turn & 1) * (MK_RED_FLOATS / 2), form = mk_red_form(&t, 1);
-    const mk_accs acc = mk_product_of<FORM, true>(MK_TAPE, at, &t, 0, t.nst, staged, mk_row_stride(p->x.k), 1, p->head_shift, mk_no_sum());
+    const mk_accs acc = mk_product_of<FORM, true>(MK_TAPE, &slot, &t, 0, t.nst, staged, mk_row_stride(p->x.k), 1, p->head_shift, mk_no_sum());
     mk_red_put(d, base, &t, at, 1, &acc);
     const float norm = mk_row_factor(d, p, 0) * in->gemv.scale;
     __syncwarp();
     if (d->lane == 0) {
-        memo->at[MK_TAPE] = at + t.nst;
+        memo->next[MK_TAPE] = slot;
         memo->turn = turn ^ 1;
     }
     mk_sync();

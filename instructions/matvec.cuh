@@ -601,7 +601,6 @@ MK_CALL void mk_stage_again(const mk_insn *in)
 
 /* ---- the product ---------------------------------------------------------------------------------------------------- */
 
-#define MK_GROUP_WARPS 4u /* a warpgroup */
 static_assert(MK_GROUPS * MK_GROUP_WARPS == MK_WARPS && MK_GROUPS == 2 && MK_STATIC_STAGES % MK_GROUPS == 0 && MK_EXPERT_STAGES % MK_GROUPS == 0, "a slot has one group");
 
 /* Results of a warp's tiles, m16n8's fragment: rows lane / 4 (x, y) and that + 8 (z, w), batch rows 2 * (lane % 4) (x, z) and the next (y, w). */
@@ -694,33 +693,33 @@ MK_DEV uint32_t mk_scale_of(uint32_t i, uint32_t rows, uint32_t half, uint32_t n
     return ((phase + i - (second ? half : 0)) / MK_SCALE_ROWS + (second ? nseg : 0)) * 4;
 }
 
-/* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, whose first lies in slot `at` of the ring and whose stage s0
+/* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what
  * stands at shared address x. cols: staged rows, `stride` bytes apart; planes follow at cols * stride. ONE: cols is 1. */
 template <uint32_t FORM, uint32_t NT, bool ONE>
-MK_DEV mk_accs mk_product_as(uint32_t ring, uint32_t at, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
+MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     mk_shared *sh = mk_sh();
-    const uint32_t log_stages = ring == MK_TAPE ? MK_LOG_STATIC : MK_LOG_EXPERT, rows = t->rows, nkb = t->nkb, per = t->per, shift = t->shift, kb_bytes = rows * MK_KBLOCK_BYTES;
+    const mk_lap lap = sh->lap[ring];
+    const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, shift = t->shift, kb_bytes = rows * MK_KBLOCK_BYTES;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS;
-    const uint32_t first = s0 + ((warp / MK_GROUP_WARPS - at - s0) & (MK_GROUPS - 1));
+    const uint32_t first = s0 + ((warp / MK_GROUP_WARPS - slot->at) & (MK_GROUPS - 1));
     const bool sides = rows > 16 * MK_TILES;
     const uint32_t ways = sides ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS, way = member & (ways - 1), row0 = sides ? (member >> 1) * 16 * MK_TILES : 0;
     const uint32_t half = t->halves == 2 ? rows / 2 : rows, scale_row = (t->halves == 2 ? 8 : 4) * t->nseg;
     const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16; /* of ldmatrix: chunk lane / 16, row lane % 16 */
     const uint32_t column = x + (!ONE && g < cols ? g : 0) * stride + l * 16, plane = cols * stride, norm = mk_smem(sh->head_rstd[ONE ? 0 : 2 * l]);
-    const uint32_t ring0 = mk_smem(mk_stages(ring)), full = mk_smem(sh->full[ring]), empty = mk_smem(sh->empty[ring]);
     uint32_t c[2 * NT], turn = first / MK_GROUPS * per; /* K blocks of the partial sum before */
 #pragma unroll
-    for (uint32_t i = 0; i < 2 * NT; i++) c[i] = FP8 ? mk_scale_of(row0 + 8 * i + g, rows, half, t->nseg, t->phase) : 0;
+    for (uint32_t i = 0; i < 2 * NT; i++) c[i] = FP8 ? mk_scale_of(row0 + 8 * i + g, rows, half, t->nseg, t->phase) - lap.scales : 0;
 
 #pragma unroll 1
     for (uint32_t s = first; s < s1; s += MK_GROUPS, turn += per) {
-        const uint32_t n = at + s, slot = n & ((1u << log_stages) - 1), kb = s * per, nk = nkb - kb < per ? nkb - kb : per, stage = ring0 + slot * MK_STAGE_STRIDE;
-        mk_stage_wait(full + 8 * slot, n >> log_stages & 1, ring == MK_TAPE ? MK_FAULT_TAPE : MK_FAULT_EXPERT);
+        const uint32_t kb = s * per, nk = nkb - kb < per ? nkb - kb : per;
+        mk_stage_wait(slot->bar, slot->phase, ring == MK_TAPE ? MK_FAULT_TAPE : MK_FAULT_EXPERT);
         const uint32_t b0 = (way - turn) & (ways - 1);
-        uint32_t w = mk_after(stage + row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0 - s0 * per) * (FP8 ? 128 : 64);
-        const uint32_t scales = mk_after(stage + MK_STAGE_BYTES) + (((kb >> shift) * scale_row) & 15) - (kb >> shift) * scale_row;
+        uint32_t w = mk_after(slot->stage + row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0 - s0 * per) * (FP8 ? 128 : 64);
+        const uint32_t scales = mk_after(slot->stage);
 #pragma unroll 1
         for (uint32_t k = kb + b0; k < kb + nk; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
             float part[NT][4], n0 = 1, n1 = 1;
@@ -756,23 +755,25 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, uint32_t at, const mk_tile *t, uint3
             }
         }
         __syncwarp();
-        if (mk_arrives(lane)) mk_mbar_arrive(empty + 8 * slot);
+        if (mk_arrives(lane)) mk_mbar_arrive(slot->bar + MK_EMPTY);
+        mk_next_move(slot, &lap);
     }
+    slot->at += s1 - s0;
     return acc;
 }
 template <uint32_t FORM, bool ONE>
-MK_DEV mk_accs mk_product_of(uint32_t ring, uint32_t at, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
+MK_DEV mk_accs mk_product_of(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
     const uint32_t tiles = (t->rows + 15) / 16; /* with two sides: all four, of which the second's last may be none */
-    if (tiles == 1) return mk_product_as<FORM, 1, ONE>(ring, at, t, s0, s1, x, stride, cols, head_shift, acc);
-    if (tiles == 2) return mk_product_as<FORM, 2, ONE>(ring, at, t, s0, s1, x, stride, cols, head_shift, acc);
-    if (tiles == 3) return mk_product_as<FORM, 3, ONE>(ring, at, t, s0, s1, x, stride, cols, head_shift, acc);
-    return mk_product_as<FORM, 4, ONE>(ring, at, t, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 1) return mk_product_as<FORM, 1, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 2) return mk_product_as<FORM, 2, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 3) return mk_product_as<FORM, 3, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+    return mk_product_as<FORM, 4, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
 }
 template <uint32_t FORM>
-MK_DEV mk_accs mk_product(uint32_t ring, uint32_t at, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
+MK_DEV mk_accs mk_product(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
-    return cols == 1 ? mk_product_of<FORM, true>(ring, at, t, s0, s1, x, stride, cols, head_shift, acc) : mk_product_of<FORM, false>(ring, at, t, s0, s1, x, stride, cols, head_shift, acc);
+    return cols == 1 ? mk_product_of<FORM, true>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc) : mk_product_of<FORM, false>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
 }
 MK_DEV mk_accs mk_no_sum(void)
 {
@@ -780,15 +781,11 @@ MK_DEV mk_accs mk_no_sum(void)
     const mk_accs a = {z, z, z, z};
     return a;
 }
-/* The segment's stages lie behind us. */
-MK_DEV uint32_t mk_ring_at(const mk_dev *d, uint32_t ring)
-{
-    return d->memo->at[ring];
-}
-MK_DEV void mk_ring_pass(const mk_dev *d, uint32_t ring, uint32_t at)
+/* The stages before `slot` lie behind us. */
+MK_DEV void mk_ring_pass(const mk_dev *d, uint32_t ring, const mk_next *slot)
 {
     __syncwarp();
-    if (d->lane == 0) d->memo->at[ring] = at;
+    if (d->lane == 0) d->memo->next[ring] = *slot;
     __syncwarp();
 }
 
@@ -950,7 +947,9 @@ template <uint32_t FORM> MK_CALL void mk_static_product(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_plan *p = &mk_fed_of(in)->plan;
-    const uint32_t nrows = d->step->nrows, at = mk_ring_at(d, MK_TAPE);
+    const uint32_t nrows = d->step->nrows;
+    mk_next slot = d->memo->next[MK_TAPE];
+    const uint32_t at = slot.at;
     const mk_tile t = p->tile;
     const mk_chunk c = mk_chunk_of(p, nrows, d->memo->chunk);
     mk_accs acc = mk_no_sum();
@@ -959,10 +958,10 @@ template <uint32_t FORM> MK_CALL void mk_static_product(const mk_insn *in)
         for (uint32_t k = 0; k < MK_TILES; k++) acc.tile[k] = mk_sums_at(d)[k];
         mk_sync(); /* a warp without work would put its part there at once */
     }
-    acc = mk_product<FORM>(MK_TAPE, at, &t, c.s0, c.s1, mk_smem(d->sh->staging), mk_row_stride(mk_chunk_values(p, &c)), nrows, p->head_shift, acc);
+    acc = mk_product<FORM>(MK_TAPE, &slot, &t, c.s0, c.s1, mk_smem(d->sh->staging), mk_row_stride(mk_chunk_values(p, &c)), nrows, p->head_shift, acc);
+    mk_ring_pass(d, MK_TAPE, &slot);
     if (c.last) {
-        mk_red_put(d, mk_red_base(d), &t, at, nrows, &acc);
-        mk_ring_pass(d, MK_TAPE, at + t.nst);
+        mk_red_put(d, mk_red_base(d), &t, at - c.s0, nrows, &acc);
     } else {
 #pragma unroll
         for (uint32_t k = 0; k < MK_TILES; k++) mk_sums_at(d)[k] = acc.tile[k];

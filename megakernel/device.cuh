@@ -11,20 +11,21 @@
 /* Roles. Compute warps come first; each of the other warps has one job. */
 #define MK_WARPS          8
 #define MK_COMPUTE        (MK_WARPS * 32)
-#define MK_GROUPS         (MK_WARPS / 4) /* warpgroups among them: matvec.cuh */
+#define MK_GROUP_WARPS    4u             /* a warpgroup */
+#define MK_GROUPS         (MK_WARPS / 4) /* of them: matvec.cuh */
 #define MK_WARP_CONTROL   MK_WARPS       /* reads step descriptors, feeds instructions */
 #define MK_WARP_STATIC    (MK_WARPS + 1) /* streams the static tape */
 #define MK_WARP_EXPERT    (MK_WARPS + 2) /* streams the chosen experts' slices */
 #define MK_WARP_COURIER   (MK_WARPS + 3) /* goes to the host for SCHEDULE */
 #define MK_THREADS        (MK_COMPUTE + 4 * 32) 
 
-#define MK_STAGE_BYTES    11264u /* weights of a stage: whole K blocks of one segment */
-#define MK_STAGE_SCALES   512u   /* and the scales of those K blocks */
-#define MK_STAGE_STRIDE   (MK_STAGE_BYTES + MK_STAGE_SCALES)
-#define MK_LOG_STATIC     3u     /* stages of the rings: powers of two */
-#define MK_LOG_EXPERT     2u
-#define MK_STATIC_STAGES  (1u << MK_LOG_STATIC)
-#define MK_EXPERT_STAGES  (1u << MK_LOG_EXPERT)
+/* A stage: the scales of its whole segment, which are few, then its weights: whole K blocks of the segment. */
+#define MK_MOST_SCALES    1024u
+#define MK_STAGE_LEAST    8192u  /* of weights: one K block of any segment */
+#define MK_STAGE_EXPERT   11264u /* and of an expert's */
+#define MK_STATIC_STAGES  8u     /* of the rings: even numbers */
+#define MK_EXPERT_STAGES  4u
+#define MK_PACE           2u     /* stages of the static ring under way at once before a segment's product has begun: kernel.cu, feed_segment */
 #define MK_STAGED_VALUES  2304u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
 #define MK_STAGING        (MK_MAX_ROWS * (MK_STAGED_VALUES * 2 + 64)) /* 64: matvec.cuh, mk_row_stride */
 #define MK_TILE_BYTES     1024u /* a chunk of 64 rows: ldmatrix may read as far, however few rows there are */
@@ -54,12 +55,12 @@ __host__ __device__ __forceinline__ static uint32_t mk_step_packets(uint32_t nro
 typedef struct mk_tape_seg {
     uint64_t off;      /* in the tape region: scales, then weights */
     uint32_t scales;   /* bytes of scales, padded */
-    uint32_t kb_bytes; /* bytes of a K block: rows * 64 */
+    uint32_t bytes;    /* of weights */
+    uint32_t stage;    /* of weights, of a stage: the last one may have fewer */
     uint16_t nkb, per; /* K blocks; K blocks a stage */
-    uint8_t nsegs;     /* floats of a scale row; 0: no scales */
     uint8_t shift;     /* K blocks a scale row: 1 << shift */
     uint8_t lm_head;   /* only in steps that need logits */
-    uint8_t pad[9];
+    uint8_t pad[6];
 } mk_tape_seg;
 static_assert(sizeof(mk_tape_seg) == 32, "two 16-byte loads");
 
@@ -73,10 +74,10 @@ typedef struct mk_expert_seg {
     uint32_t slice_stride, scales, magic; /* magic: of a division by T */
     uint16_t T, inter, nkb;
     uint16_t rows, t; /* EXPERT_DOWN: the worker's slice; rows = 0: EXPERT_UP */
-    uint8_t nsegs, per_most, per_less; /* K blocks a stage: of slices of `most` rows, of shorter ones */
+    uint8_t per_most, per_less; /* K blocks a stage: of slices of `most` rows, of shorter ones */
     uint8_t most;
     uint8_t blank;                     /* EXPERT_DOWN: an empty stage after each segment makes their number even */
-    uint8_t pad[3];
+    uint8_t pad[4];
 } mk_expert_seg;
 static_assert(sizeof(mk_expert_seg) == 48, "three 16-byte loads");
 
@@ -194,6 +195,14 @@ typedef struct mk_fed {
 #define MK_MAP_SLICE(m)   ((m) >> 22)
 #define MK_MAP_NONE       MK_MAP_WORD(0u, 0u, 3u, 0u)
 
+/* A ring of weight stages: as long as the program's shared memory and its segments allow. */
+typedef struct mk_ring {
+    uint32_t at;             /* in shared memory, from its beginning */
+    uint32_t stride, stages; /* bytes from stage to stage; how many there are */
+    uint32_t scales;         /* bytes of a stage before its weights */
+    uint32_t pace;           /* MK_PACE; the expert ring's is all of it */
+} mk_ring;
+
 /* Everything the kernel is told, once. Pointers into device memory unless said otherwise. */
 typedef struct mk_gpu_args {
     const mk_insn *insn;
@@ -222,6 +231,7 @@ typedef struct mk_gpu_args {
     uint32_t *position;   /* [workers] the instruction last fed: for the flight recorder */
     mk_fault *fault;      /* pinned */
     uint32_t *heartbeat;  /* pinned; enum mk_beat */
+    mk_ring ring[2];       /* MK_TAPE, MK_EXPERT */
     uint64_t state_slot_bytes, kv_page_bytes, timeout_ns;
     uint32_t packets, sweep; /* of the exchange; steps between two sweeps of them */
     uint32_t n_vec, n_start, workers, epoch0, max_pages, local_bytes;
@@ -236,11 +246,24 @@ typedef struct mk_pairs {
     uint8_t first[MK_MAX_UNION + 4];
 } mk_pairs;
 
+/* A warp's place in a ring: the next stage of its group of warps (matvec.cuh). */
+typedef struct mk_next {
+    alignas(16) uint32_t bar; /* shared address of the full barrier; the empty one follows at MK_EMPTY */
+    uint32_t stage, phase;    /* of the weights; parity of the barrier's phase */
+    uint32_t at;              /* stages of the ring so far, of both groups */
+} mk_next;
+/* What such places go by. */
+typedef struct mk_lap {
+    alignas(16) uint32_t end; /* of the full barriers */
+    uint32_t bars, bytes;     /* of a lap */
+    uint32_t step;            /* bytes to the group's next stage */
+    uint32_t scales;          /* mk_ring.scales */
+} mk_lap;
 /* What a compute warp remembers from instruction to instruction. */
 enum { MK_TAPE = 0, MK_EXPERT = 1 }; /* rings of weight stages */
 typedef struct mk_memo {
+    mk_next next[2];        /* by ring */
     uint32_t staged, step;  /* what the staging area holds: mk_plan.key of that step; 0: nothing that may be used again */
-    uint32_t at[2];         /* by ring: stages so far */
     uint32_t turn;          /* of the reduction area's halves */
     uint32_t chunk;         /* of a vector that does not fit the staging area */
     uint32_t parity;        /* of what is known of a gathered vector: sumsq, top, gain, scale */
@@ -256,7 +279,7 @@ typedef struct mk_trace_now {
     uint32_t first; /* the worker's first record of a step */
 } mk_trace_now;
 
-/* A worker's shared memory. The expert ring, the static ring and the LOCAL vectors follow. */
+/* A worker's shared memory. The LOCAL vectors and the rings follow. */
 typedef struct mk_shared {
     alignas(128) uint8_t staging[MK_STAGING]; /* gathered vectors; scratch of the opcodes that gather none */
     alignas(16) float red[MK_RED_FLOATS];     /* partial tiles of the compute warps */
@@ -273,6 +296,7 @@ typedef struct mk_shared {
     float2 angle[MK_ANGLES]; /* of the attention that is next, in a step of one row: by the controller */
     mk_pairs pairs;
     mk_memo memo[MK_WARPS];
+    mk_lap lap[2]; /* by ring */
     mk_trace_now trace;
     uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
     uint64_t full[2][MK_STATIC_STAGES], empty[2][MK_STATIC_STAGES]; /* by ring */
@@ -314,10 +338,10 @@ MK_BOTH uint32_t mk_small_quot(uint32_t a, uint32_t b)
     return a / b;
 #endif
 }
-/* nkb: K blocks of the segment. spread: over a multiple of as many stages as there are groups of warps, so that each has its share. */
-MK_BOTH uint32_t mk_stage_kblocks(uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, int spread)
+/* r: the ring. nkb: K blocks of the segment. spread: over a multiple of as many stages as there are groups of warps, so that each has its share. */
+MK_BOTH uint32_t mk_stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, int spread)
 {
-    const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot(MK_STAGE_BYTES / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
+    const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
     uint32_t stages = mk_small_quot(nkb + fit - 1, fit);
     if (spread) stages = (stages + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
     return mk_small_quot(nkb + stages - 1, stages);
@@ -530,13 +554,37 @@ MK_DEV mk_dev mk_here(const mk_insn *in)
     return d;
 }
 
-MK_DEV uint8_t *mk_stages(uint32_t ring)
-{
-    return mk_dynamic + sizeof(mk_shared) + (ring == MK_TAPE ? MK_EXPERT_STAGES * MK_STAGE_STRIDE : 0);
-}
 MK_DEV uint8_t *mk_local_memory(const mk_gpu_args *)
 {
-    return mk_stages(MK_TAPE) + MK_STATIC_STAGES * MK_STAGE_STRIDE;
+    return mk_dynamic + sizeof(mk_shared);
+}
+
+#define MK_EMPTY ((uint32_t)(offsetof(mk_shared, empty) - offsetof(mk_shared, full)))
+/* A ring's stage i at the beginning. */
+MK_DEV mk_next mk_next_of(uint32_t ring, uint32_t i)
+{
+    const mk_ring *r = &mk_sh()->args.ring[ring];
+    const mk_next s = {mk_smem(&mk_sh()->full[ring][i]), mk_smem(mk_dynamic) + r->at + i * r->stride + r->scales, 0, 0};
+    return s;
+}
+/* Where every warp begins, by a thread for each warp and ring. */
+MK_DEV void mk_next_begin(mk_shared *sh, uint32_t ring, uint32_t warp)
+{
+    const mk_ring *r = &sh->args.ring[ring];
+    const mk_lap lap = {mk_smem(&sh->full[ring][r->stages]), 8 * r->stages, r->stages * r->stride, MK_GROUPS * r->stride, r->scales};
+    if (warp == 0) sh->lap[ring] = lap;
+    sh->memo[warp].next[ring] = mk_next_of(ring, warp / MK_GROUP_WARPS);
+}
+/* To the group's next stage. */
+MK_DEV void mk_next_move(mk_next *s, const mk_lap *lap)
+{
+    s->bar += 8 * MK_GROUPS;
+    s->stage += lap->step;
+    if (s->bar < lap->end) return;
+    asm volatile(""); /* a branch: it is not often */
+    s->bar -= lap->bars;
+    s->stage -= lap->bytes;
+    s->phase ^= 1;
 }
 /* The staging area is about to be overwritten. */
 MK_DEV void mk_staged_drop(const mk_dev *d)

@@ -96,14 +96,25 @@ static int refuse(mk_err *err, uint32_t worker, const mk_insn *in, const char *w
 #define EXPECT(what, want, found)                                                                                      \
     if ((uint64_t)(found) != (uint64_t)(want)) return refuse(err, worker, in, what " (exactly)", want, found)
 
-/* Scales that go with one stage. */
-static int check_scales(mk_err *err, uint32_t worker, const mk_insn *in, uint32_t wtype, uint32_t rows, uint32_t k, uint32_t nsegs, uint32_t scale_k,
-                        uint32_t planes)
+/* Bytes of the scales of an instruction's segment. */
+static uint32_t scales_of(const mk_insn *in)
+{
+    const mk_gemv *v = &in->gemv;
+    const mk_lm_head *l = &in->lm_head;
+    const mk_expert *e = &in->expert;
+    switch (in->opcode) {
+    case MK_OP_GEMV: return (uint32_t)mk_segment_scale_bytes(v->wtype, v->k, v->nseg * (v->epilogue == MK_EPI_SILU ? 2u : 1u), v->scale_k);
+    case MK_OP_LM_HEAD: return (uint32_t)mk_segment_scale_bytes(l->wtype, l->k, l->nseg, MK_SCALE_ROWS);
+    case MK_OP_EXPERT_UP: return (uint32_t)mk_segment_scale_bytes(e->wtype, e->k, 2u * e->nseg, MK_SCALE_ROWS);
+    case MK_OP_EXPERT_DOWN: return (uint32_t)mk_segment_scale_bytes(e->wtype, e->k, e->nseg, MK_SCALE_ROWS);
+    default: return 0;
+    }
+}
+/* A segment as stages hold it. */
+static int check_segment(uint32_t worker, const mk_insn *in, uint32_t rows, mk_err *err)
 {
     AT_MOST("rows of a segment", MK_SEGMENT_ROWS, rows);
-    if (wtype != MK_W_FP8) return MK_OK;
-    uint32_t per = mk_stage_kblocks(wtype, rows, (k + 63) / 64, planes, 0), shift = scale_k == 128 ? 1 : 0;
-    AT_MOST("bytes of scales of a stage", MK_STAGE_SCALES, ((per >> shift) + 2) * nsegs * 4 + 32);
+    AT_MOST("bytes of scales of a segment", MK_MOST_SCALES, scales_of(in));
     return MK_OK;
 }
 
@@ -125,7 +136,7 @@ static int check_gemv(const mk_program *p, uint32_t worker, const mk_insn *in, m
         const uint32_t *start = mk_vec_starts(p, x) + in->wait[0].slice0;
         for (uint32_t s = 0; s <= in->wait[0].nslice; s++) EXPECT("start of a slice", g->in_off + s * (group / per), start[s]);
     }
-    return check_scales(err, worker, in, g->wtype, g->n * halves, g->k, (uint32_t)g->nseg * halves, g->scale_k, planes);
+    return check_segment(worker, in, g->n * halves, err);
 }
 
 static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, mk_err *err)
@@ -138,15 +149,15 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
     case MK_OP_GEMV:
         return check_gemv(p, worker, in, err);
     case MK_OP_LM_HEAD:
-        return check_scales(err, worker, in, in->lm_head.wtype, in->lm_head.n, in->lm_head.k, in->lm_head.nseg, MK_SCALE_ROWS, 1);
+        return check_segment(worker, in, in->lm_head.n, err);
     case MK_OP_EXPERT_UP:
         AT_MOST("columns of an expert", MK_STAGED_VALUES, e->k);
         AT_MOST("width of an expert times the square of its slices", 0xffffffffu, (uint64_t)e->inter * (e->T + 1) * e->T);
-        return check_scales(err, worker, in, e->wtype, 2 * ((e->inter + e->T - 1) / e->T), e->k, 2u * e->nseg, MK_SCALE_ROWS, 1);
+        return check_segment(worker, in, 2 * ((e->inter + e->T - 1) / e->T), err);
     case MK_OP_EXPERT_DOWN:
         AT_MOST("columns of an expert", MK_STAGED_VALUES, e->k);
         EXPECT("the type of the experts' activations", MK_BF16, p->vec[in->wait[0].vec].dtype);
-        return check_scales(err, worker, in, e->wtype, e->n, e->k, e->nseg, MK_SCALE_ROWS, 1);
+        return check_segment(worker, in, e->n, err);
     case MK_OP_DELTA_STEP:
         EXPECT("taps", 4, in->delta.taps);
         EXPECT("key channels", 128, in->delta.dk);
@@ -261,10 +272,12 @@ static void *uploaded(mk_gpu *g, const char *what, const void *src, uint64_t byt
 }
 
 /* An instruction of the experts as their loader sees it. */
-static mk_expert_seg expert_seg(const mk_program *p, const mk_insn *in)
+static mk_expert_seg expert_seg(const mk_gpu *g, const mk_insn *in)
 {
+    const mk_program *p = g->prog;
+    const mk_ring *ring = &g->args.ring[MK_EXPERT];
     const mk_expert *e = &in->expert;
-    const uint32_t up = in->opcode == MK_OP_EXPERT_UP, values = mk_kblock_values(e->wtype), nsegs = e->nseg * (up ? 2u : 1u);
+    const uint32_t up = in->opcode == MK_OP_EXPERT_UP, values = mk_kblock_values(e->wtype);
     mk_expert_seg s;
     memset(&s, 0, sizeof s);
     if (in->opcode == MK_OP_ROUTE) {
@@ -274,7 +287,7 @@ static mk_expert_seg expert_seg(const mk_program *p, const mk_insn *in)
     s.base = e->base;
     s.stride = e->expert_stride;
     s.slice_stride = e->slice_stride;
-    s.scales = (uint32_t)mk_segment_scale_bytes(e->wtype, e->k, nsegs, MK_SCALE_ROWS);
+    s.scales = scales_of(in);
     s.magic = e->T > 1 ? 0xffffffffu / e->T + 1 : 0;
     s.T = (uint16_t)e->T;
     s.inter = (uint16_t)e->inter;
@@ -283,10 +296,9 @@ static mk_expert_seg expert_seg(const mk_program *p, const mk_insn *in)
     s.t = (uint16_t)e->t;
     const uint32_t most = up ? 2u * ((e->inter + e->T - 1) / e->T) : e->n, less = up && e->inter >= e->T ? 2u * (e->inter / e->T) : most;
     s.most = (uint8_t)most;
-    s.per_most = (uint8_t)mk_stage_kblocks(e->wtype, most, s.nkb, 1, !up);
-    s.per_less = (uint8_t)mk_stage_kblocks(e->wtype, less, s.nkb, 1, !up);
+    s.per_most = (uint8_t)mk_stage_kblocks(ring, e->wtype, most, s.nkb, 1, !up);
+    s.per_less = (uint8_t)mk_stage_kblocks(ring, e->wtype, less, s.nkb, 1, !up);
     s.blank = !up && (s.nkb + s.per_most - 1) / s.per_most % MK_GROUPS;
-    s.nsegs = e->wtype == MK_W_FP8 ? (uint8_t)nsegs : 0;
     return s;
 }
 
@@ -354,7 +366,7 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
     p.inv_k = 1.0f / (float)p.x.k;
     p.head_shift = MK_NO_NORM;
     if (up) {
-        const mk_expert_seg x = expert_seg(g->prog, in);
+        const mk_expert_seg x = expert_seg(g, in);
         const mk_tile t = {wtype, x.most, x.nkb, x.per_most, (x.nkb + x.per_most - 1u) / x.per_most, 2, e->nseg, 0, 1};
         p.tile = t;
         p.less = MK_STAGES_WORD(x.per_less, (x.nkb + x.per_less - 1u) / x.per_less);
@@ -562,7 +574,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
     for (uint32_t w = 0; w < W; w++) {
         for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
             const mk_insn *in = &insn[k];
-            if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(p, in);
+            if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(g, in);
             if (in->opcode == MK_OP_ROUTE && k + 1 < queue[w + 1]) plan[k].ahead = stages_ahead(in, in + 1, maker) ? 1u | router_left(in, &plan[k], k - queue[w]) << 1 : 0;
             if (in->opcode == MK_OP_EXPERT_DOWN) {
                 plan[k].tile = down_tile(in, &expert[n_expert - 1]);
@@ -574,15 +586,15 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             int lm = in->opcode == MK_OP_LM_HEAD;
             const mk_gemv *v = &in->gemv;
             uint32_t halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1, wtype = lm ? in->lm_head.wtype : v->wtype;
-            uint32_t rows = lm ? in->lm_head.n : v->n * halves, kk = lm ? in->lm_head.k : v->k, nsegs = lm ? in->lm_head.nseg : v->nseg * halves;
+            uint32_t rows = lm ? in->lm_head.n : v->n * halves, kk = lm ? in->lm_head.k : v->k;
             uint32_t scale_k = lm ? MK_SCALE_ROWS : v->scale_k, planes = !lm && v->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
             mk_tape_seg *s = &seg[n_seg++];
             s->off = p->tape_base[w % workers] + in->tape_off;
-            s->scales = (uint32_t)mk_segment_scale_bytes(wtype, kk, nsegs, scale_k);
-            s->kb_bytes = rows * MK_KBLOCK_BYTES;
+            s->scales = scales_of(in);
             s->nkb = (uint16_t)((kk + mk_kblock_values(wtype) - 1) / mk_kblock_values(wtype));
-            s->per = (uint16_t)mk_stage_kblocks(wtype, rows, s->nkb, planes, 1);
-            s->nsegs = wtype == MK_W_FP8 ? (uint8_t)nsegs : 0;
+            s->per = (uint16_t)mk_stage_kblocks(&a->ring[MK_TAPE], wtype, rows, s->nkb, planes, 1);
+            s->bytes = s->nkb * rows * MK_KBLOCK_BYTES;
+            s->stage = s->per * rows * MK_KBLOCK_BYTES;
             s->shift = scale_k == 128 ? 1 : 0;
             s->lm_head = (uint8_t)lm;
             rc = plan_of(g, in, s, &keys, &plan[k], err);
@@ -709,6 +721,34 @@ static int allocate(mk_gpu *g, mk_err *err)
     return rc ? rc : upload_queues(g, p->insn, p->queue, 1, a, err);
 }
 
+/* What neither the kernel nor the LOCAL vectors need of a worker's shared memory is the rings'. With experts, static stages have room for two K blocks of the tallest
+ * segment, so that every warp of a group has one, and the expert ring has the rest, but no less than MK_STAGE_EXPERT a stage. */
+static int rings_of(const mk_program *p, uint32_t smem, mk_ring *ring, mk_err *err)
+{
+    const uint64_t local = (p->info.local_bytes + 127) & ~127ull, fixed = sizeof(mk_shared) + local + MK_TILE_BYTES; /* a tile may reach past the last stage */
+    const int experts = p->info.expert_bytes != 0;
+    uint32_t scales[2] = {0, 0}, tallest = 0;
+    for (uint32_t k = 0; k < p->queue[p->info.workers]; k++) {
+        const mk_insn *in = &p->insn[k];
+        const uint32_t which = in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN ? MK_EXPERT : MK_TAPE, b = (scales_of(in) + 127) & ~127u;
+        const uint32_t rows = in->opcode == MK_OP_GEMV ? in->gemv.n * (in->gemv.epilogue == MK_EPI_SILU ? 2u : 1u) : in->opcode == MK_OP_LM_HEAD ? in->lm_head.n : 0;
+        if (b > scales[which]) scales[which] = b;
+        if (rows > tallest) tallest = rows;
+    }
+    const uint32_t least = experts ? MK_STAGE_EXPERT + scales[MK_EXPERT] : 0, need = MK_STATIC_STAGES * (MK_STAGE_LEAST + scales[MK_TAPE]) + MK_EXPERT_STAGES * least;
+    if (fixed + need > smem)
+        return mk_fail(err, MK_E_PROGRAM, "%llu bytes of local vectors: with the kernel's own %u that is over a worker's %u bytes of shared memory",
+                       (unsigned long long)p->info.local_bytes, (uint32_t)(fixed - local) + need, smem);
+    const uint32_t room = smem - (uint32_t)fixed, most = (room - MK_EXPERT_STAGES * least) / MK_STATIC_STAGES & ~127u;
+    const uint32_t want = (2 * tallest * MK_KBLOCK_BYTES > MK_STAGE_EXPERT ? 2 * tallest * MK_KBLOCK_BYTES : MK_STAGE_EXPERT) + scales[MK_TAPE];
+    const uint32_t stride = experts && want < most ? (want + 127) & ~127u : most;
+    const mk_ring tape = {(uint32_t)(sizeof(mk_shared) + local), stride, MK_STATIC_STAGES, scales[MK_TAPE], MK_PACE};
+    const mk_ring expert = {tape.at + MK_STATIC_STAGES * stride, experts ? (room - MK_STATIC_STAGES * stride) / MK_EXPERT_STAGES & ~127u : 0, MK_EXPERT_STAGES, scales[MK_EXPERT], MK_EXPERT_STAGES};
+    ring[MK_TAPE] = tape;
+    ring[MK_EXPERT] = expert;
+    return MK_OK;
+}
+
 int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_err *err)
 {
     *out = NULL;
@@ -716,18 +756,15 @@ int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_e
     int rc = mk_gpu_probe(cfg->device, &info, err);
     if (rc) return rc;
     if ((rc = check_program(p, info.sms, err))) return rc;
-    uint32_t local = p->info.local_bytes < MK_TILE_BYTES ? MK_TILE_BYTES : (uint32_t)p->info.local_bytes; /* a tile of wgmma may reach past the last stage */
-    uint32_t fixed = (uint32_t)sizeof(mk_shared) + ((local + 127) & ~127u);
-    const uint32_t smem = fixed + (MK_STATIC_STAGES + MK_EXPERT_STAGES) * MK_STAGE_STRIDE;
-    if (smem > info.smem)
-        return mk_fail(err, MK_E_PROGRAM, "%llu bytes of local vectors: with the kernel's own %u that is over a worker's %u bytes of shared memory",
-                       (unsigned long long)p->info.local_bytes, smem - (uint32_t)p->info.local_bytes, info.smem);
+    mk_ring ring[2];
+    if ((rc = rings_of(p, info.smem, ring, err))) return rc;
     mk_gpu *g = (mk_gpu *)calloc(1, sizeof *g);
     if (!g) return mk_fail(err, MK_E_CAPACITY, "out of memory");
     g->prog = p;
     g->cfg = *cfg;
     g->device = cfg->device;
-    g->smem = smem;
+    g->smem = info.smem;
+    memcpy(g->args.ring, ring, sizeof ring);
     cudaError_t e;
     int blocks = 0;
     if ((e = cudaSetDevice(g->device)) || (e = cudaStreamCreateWithFlags(&g->run, cudaStreamNonBlocking)) ||

@@ -387,50 +387,73 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
 
 /* ---- loaders -------------------------------------------------------------------------------------------------------- */
 
-/* A ring of stages as its loader walks it. A loader is a warp of which one lane copies; few instructions a stage, because one warp alone takes some five clocks for
- * each. */
+/* A ring of stages as its loader walks it. A loader is one lane of a warp: few instructions a stage, because one warp alone takes some five clocks for each. */
 typedef struct mk_feed {
-    uint32_t full, empty, stage, log; /* shared addresses; stages: 1 << log */
-    uint32_t leave;                   /* mk_shared.leave */
-    uint32_t n;                       /* stages so far */
+    uint32_t bar, to, phase;           /* the next stage's, as in mk_next */
+    uint32_t full, stage, end, stride; /* the first one's; full barriers end there */
+    uint32_t scales, stages;           /* as in mk_ring */
+    uint32_t leave;                    /* shared address of mk_shared.leave */
+    uint32_t used;                     /* full barriers up to here have had a stage */
+    uint32_t lag, lag_phase;           /* full barrier, and its parity, of the stage that lies mk_ring.pace before the next one */
     uint64_t policy;
 } mk_feed;
 
 MK_DEV mk_feed feed_ring(mk_shared *sh, uint32_t ring)
 {
     const uint32_t leave = (uint32_t)__cvta_generic_to_shared((const void *)&sh->leave);
-    mk_feed f = {mk_smem(sh->full[ring]), mk_smem(sh->empty[ring]), mk_smem(mk_stages(ring)), ring == MK_TAPE ? MK_LOG_STATIC : MK_LOG_EXPERT, leave, 0, mk_evict_first()};
-    asm volatile("" : "+r"(f.full), "+r"(f.empty), "+r"(f.stage), "+r"(f.leave)); /* in registers: else the loop finds out again where shared memory begins */
+    const mk_ring *r = &sh->args.ring[ring];
+    const mk_next s = mk_next_of(ring, 0);
+    mk_feed f = {s.bar, s.stage, 0, s.bar, s.stage, s.bar + 8 * r->stages, r->stride, r->scales, r->stages, leave, s.bar, s.bar + 8 * (r->stages - r->pace), 1, mk_evict_first()};
+    asm volatile("" : "+r"(f.full), "+r"(f.stage), "+r"(f.leave)); /* in registers: else the loop finds out again where shared memory begins */
     return f;
 }
-MK_DEV bool feed_leave(const mk_feed *f)
+MK_DEV void feed_next(mk_feed *f)
 {
-    uint32_t v;
-    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(v) : "r"(f->leave) : "memory");
-    return v != 0;
+    f->bar += 8;
+    f->to += f->stride;
+    f->lag += 8;
+    if (f->lag == f->end) {
+        asm volatile("");
+        f->lag = f->full;
+        f->lag_phase ^= 1;
+    }
+    if (f->bar != f->end) return;
+    asm volatile("");
+    f->bar = f->full;
+    f->to = f->stage;
+    f->phase ^= 1;
+    f->used = f->end;
+}
+/* Waits until the next stage may be filled, as long as it takes; the compute warps bound the wait. False: leave. */
+MK_DEV bool feed_room(const mk_feed *f)
+{
+    while (!mk_mbar_try(f->bar + MK_EMPTY, f->phase ^ 1)) {
+        uint32_t leave;
+        asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(leave) : "r"(f->leave) : "memory");
+        if (leave) return false;
+    }
+    return true;
 }
 
-/* Streams one segment: whole K blocks a stage, each stage with the scales of its blocks. False: leave. A loader waits as long as it takes; the
- * compute warps bound the wait. */
-MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scale_bytes, uint32_t kb_bytes, uint32_t nkb, uint32_t per, uint32_t nsegs,
-                         uint32_t shift)
+/* Streams one segment of scales and weights; its scales go with every stage. False: leave. paced: not more than mk_ring.pace stages are under way before its product has
+ * begun, which is known when a stage of it takes the place of another. Until then somebody waits for an exchange, and its packets stand behind what all loaders have
+ * asked for. */
+MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scales, uint32_t bytes, uint32_t stage, bool paced)
 {
-    const uint32_t row = nsegs * 4, full_bytes = per * kb_bytes;
-    const uint8_t *weights = segment + scale_bytes;
-    const bool one = mk_elect();
+    const uint8_t *weights = segment + scales;
+    const uint32_t calm = !paced ? bytes : bytes > f->stages * stage ? bytes - f->stages * stage : 0;
 #pragma unroll 1
-    for (uint32_t kb = 0; kb < nkb; kb += per, weights += full_bytes) {
-        const uint32_t slot = f->n & ((1u << f->log) - 1), parity = f->n >> f->log & 1, left = nkb - kb;
-        const uint32_t bytes = left < per ? left * kb_bytes : full_bytes, bar = f->full + 8 * slot, to = f->stage + slot * MK_STAGE_STRIDE;
-        const uint32_t lo = (kb >> shift) * row & ~15u, scales = (((kb + min(left, per) - 1 >> shift) + 1) * row + 15 & ~15u) - lo; /* without scales: row = 0 */
-        while (!mk_mbar_try(f->empty + 8 * slot, parity ^ 1))
-            if (feed_leave(f)) return false;
-        if (one) {
-            mk_mbar_expect(bar, bytes + scales);
-            mk_bulk_copy(to, weights, bytes, bar, f->policy);
-            if (scales) mk_bulk_copy(to + MK_STAGE_BYTES, segment + lo, scales, bar, f->policy);
-        }
-        f->n++;
+    for (uint32_t left = bytes; left;) {
+        const uint32_t n = min(left, stage);
+        if (!feed_room(f)) return false;
+        if (left > calm)
+            while (!mk_mbar_try(f->lag, f->lag_phase)) {}
+        mk_mbar_expect(f->bar, n + scales);
+        mk_bulk_copy(f->to, weights, n, f->bar, f->policy);
+        if (scales) mk_bulk_copy(f->to - f->scales, segment, scales, f->bar, f->policy);
+        weights += n;
+        left -= n;
+        feed_next(f);
     }
     return true;
 }
@@ -438,20 +461,17 @@ MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scale_byte
 /* A stage of nothing. */
 MK_DEV bool feed_blank(mk_feed *f)
 {
-    const uint32_t slot = f->n & ((1u << f->log) - 1), parity = f->n >> f->log & 1;
-    while (!mk_mbar_try(f->empty + 8 * slot, parity ^ 1))
-        if (feed_leave(f)) return false;
-    if (threadIdx.x % 32 == 0) mk_mbar_arrive(f->full + 8 * slot);
-    f->n++;
+    if (!feed_room(f)) return false;
+    mk_mbar_arrive(f->bar);
+    feed_next(f);
     return true;
 }
 
 /* Nothing may be in flight when the block leaves: of every slot the last use, if it had one. */
 MK_DEV void feed_drain(const mk_feed *f)
 {
-    const uint32_t stages = 1u << f->log;
-    for (uint32_t n = f->n > stages ? f->n - stages : 0; n < f->n; n++)
-        while (!mk_mbar_try(f->full + 8 * (n & (stages - 1)), n >> f->log & 1)) {}
+    for (uint32_t bar = f->full; bar < max(f->used, f->bar); bar += 8)
+        while (!mk_mbar_try(bar, bar < f->bar ? f->phase : f->phase ^ 1)) {}
 }
 
 /* Descriptions come from device memory: the next one is asked for before this one is streamed. */
@@ -482,7 +502,8 @@ MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh)
                 while ((seen = mk_flag_get(&sh->logits[seq & 3])) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !mk_flag_get(&sh->leave);
                 if (!on || !(seen & 1)) continue;
             }
-            on = feed_segment(&f, a->tape + s.off, s.scales, s.kb_bytes, s.nkb, s.per, s.nsegs, s.shift);
+            const bool paced = !MK_ONE_STEP && !s.lm_head && f.lag != f.bar; /* nobody waits for an exchange beside the LM head, nor in a phase */
+            on = feed_segment(&f, a->tape + s.off, s.scales, s.bytes, s.stage, paced);
         }
     mk_phase_prefetch(a);
     feed_drain(&f);
@@ -500,7 +521,7 @@ MK_DEV mk_expert_seg expert_seg(const mk_expert_seg *s)
 
 MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
 {
-    const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->expert_first[worker], end = a->expert_first[worker + 1];
+    const uint32_t worker = blockIdx.x, first = a->expert_first[worker], end = a->expert_first[worker + 1];
     mk_feed f = feed_ring(sh, MK_EXPERT);
     uint32_t parity = 0, n_union = 0, any = 0;
     bool on = first < end;
@@ -513,11 +534,9 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
         const mk_expert_seg s = next;
         next = expert_seg(a->expert_seg + (i + 1 < end ? i + 1 : first));
         if (!s.T) { /* ROUTE */
-            __syncwarp(); /* all lanes have read the routes of the layer before: it is issued */
-            if (any && mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->route_empty));
+            if (any) mk_mbar_arrive(mk_smem(&sh->route_empty)); /* the routes of the layer before are read: it is issued */
             any = 1;
             while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !mk_flag_get(&sh->leave);
-            __syncwarp();
             parity ^= 1;
             routes = (const mk_routes *)(mk_local_memory(a) + s.base);
             n_union = on ? routes->n_union : 0;
@@ -528,9 +547,9 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
         for (uint32_t j = 0; j < n_union && on; j++) {
             const uint8_t *base = a->expert + s.base + routes->expert[j] * s.stride;
             for (uint32_t t = s.rows ? s.t : worker >= shift ? worker - shift : worker + a->workers - shift; t < s.T && on; t += s.rows ? s.T : a->workers) {
-                const uint32_t rows = s.rows ? s.rows : 2 * (mk_cut(t + 1, s.inter, by_T) - mk_cut(t, s.inter, by_T));
-                on = feed_segment(&f, base + (uint64_t)t * s.slice_stride, s.scales, rows * MK_KBLOCK_BYTES, s.nkb, rows == s.most ? s.per_most : s.per_less,
-                                  s.nsegs, 1) && !(s.blank && !feed_blank(&f));
+                const uint32_t rows = s.rows ? s.rows : 2 * (mk_cut(t + 1, s.inter, by_T) - mk_cut(t, s.inter, by_T)), kb_bytes = rows * MK_KBLOCK_BYTES;
+                on = feed_segment(&f, base + (uint64_t)t * s.slice_stride, s.scales, s.nkb * kb_bytes, (rows == s.most ? s.per_most : s.per_less) * kb_bytes, false) &&
+                     !(s.blank && !feed_blank(&f));
             }
             for (shift += s.T; shift >= a->workers; shift -= a->workers) {}
         }
@@ -572,7 +591,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
             mk_mbar_init(&sh->empty[0][i], 4 * MK_ARRIVALS); /* a slot has its warpgroup: matvec.cuh */
         }
         mk_mbar_init(&sh->route_full, MK_ARRIVALS);
-        mk_mbar_init(&sh->route_empty, MK_ARRIVALS);
+        mk_mbar_init(&sh->route_empty, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
         sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
@@ -587,6 +606,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
     for (uint32_t i = threadIdx.x; i < (a.n_start + 7) / 8; i += MK_THREADS) ((uint4 *)sh->start)[i] = ((const uint4 *)a.start)[i];
     if (a.local_image) local_copy(mk_local_memory(&a), a.local_image + (size_t)blockIdx.x * a.local_bytes, a.local_bytes);
     __syncthreads();
+    if (threadIdx.x < 2 * MK_WARPS) mk_next_begin(sh, threadIdx.x / MK_WARPS, threadIdx.x % MK_WARPS);
     if (threadIdx.x < a.n_vec && sh->vec[threadIdx.x].slice_packets) sh->vec[threadIdx.x].reserved = mk_div_by(sh->vec[threadIdx.x].slice_packets).magic;
     __syncthreads();
 
@@ -602,9 +622,9 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         } else if (warp == MK_WARP_COURIER) {
             if (!MK_ONE_STEP && schedules(&a)) mk_courier(&a, sh, threadIdx.x % 32);
         } else if (warp == MK_WARP_STATIC) {
-            stream_static(&a, sh);
+            if (mk_elect()) stream_static(&a, sh);
         } else if (warp == MK_WARP_EXPERT) {
-            stream_experts(&a, sh);
+            if (mk_elect()) stream_experts(&a, sh);
         }
     }
 }

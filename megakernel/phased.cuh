@@ -87,15 +87,15 @@ MK_DEV void mk_phase_carry(const mk_gpu_args *a, bool out)
     if (!out) mk_sync();
 }
 static_assert(sizeof(mk_pairs) % 4 == 0, "carried by words");
-/* By the static loader, when it has nothing more to issue: what the next kernel's loader will ask for first. */
+/* By the static loader, which is one lane, when it has nothing more to issue: what the next kernel's loader will ask for first. */
 MK_DEV void mk_phase_prefetch(const mk_gpu_args *a)
 {
     const mk_phase_args *p = mk_phase(a);
     uint32_t left = p->prefetch;
-    if (!left || !p->next_first || threadIdx.x % 32) return;
+    if (!left || !p->next_first) return;
     for (uint32_t i = p->next_first[blockIdx.x]; i < p->next_first[blockIdx.x + 1] && left; i++) {
         const mk_tape_seg s = a->seg[i];
-        uint32_t bytes = s.scales + s.nkb * s.kb_bytes;
+        uint32_t bytes = s.scales + s.bytes;
         bytes = (bytes < left ? bytes : left) & ~127u;
         for (uint32_t at = 0; at < bytes; at += 16384) {
             uint32_t n = bytes - at < 16384 ? bytes - at : 16384;
