@@ -80,7 +80,7 @@ MK_DEV void mk_pair_gather(const mk_dev *d, const mk_pairs_walk *w, uint32_t r, 
  * two that they were multiplied by. */
 template <uint32_t FORM> MK_DEV float mk_pair_open(uint32_t lane, uint32_t row, uint32_t k)
 {
-    const uint32_t bytes = ((k + 63) & ~63u) * 2, out = row + (lane & ~3u) * 16 + (FORM == MK_X_F16 ? (lane & 1) * 32 + (lane & 2) * 2 : (lane & 3) * 4);
+    const uint32_t bytes = ((k + 63) & ~63u) * 2, out = row + (lane & ~3u) * 16 + (FORM == MK_X_F16 ? (lane & 1) * 32 + (lane & 2) * 4 : (lane & 3) * 4);
     __syncwarp();
 #pragma unroll 1
     for (uint32_t i = 2 * k + 2 * lane; i < bytes; i += 64) mk_sts16(row + i, 0);
@@ -108,10 +108,8 @@ template <uint32_t FORM> MK_DEV float mk_pair_open(uint32_t lane, uint32_t row, 
         if (FORM == MK_X_F16) {
 #pragma unroll
             for (uint32_t j = 0; j < 4; j++) u[j] = mk_f16_pair(__uint_as_float(u[j] << 16) * scale, __uint_as_float(u[j] & 0xffff0000u) * scale);
-            mk_sts32(out + i, u[0]); /* not quite as mk_staged_at says: what mma.sync takes together lies side by side */
-            mk_sts32(out + i + 8, u[1]);
-            mk_sts32(out + i + 16, u[2]);
-            mk_sts32(out + i + 24, u[3]);
+            mk_sts64(out + i, u[0], u[1]);
+            mk_sts64(out + i + 16, u[2], u[3]);
         } else {
 #pragma unroll
             for (uint32_t j = 0; j < 4; j++) mk_sts32(out + i + 16 * j, u[j]);
@@ -179,24 +177,37 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
             for (uint32_t k = kb + b0; k < end; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
                 float part[NT][4];
                 const uint4 v0 = mk_ldx(xk), v1 = FP8 ? mk_ldx(xk + 64) : v0;
-                const uint32_t at_row = scales + (k >> 1) * scale_row;
+                if (FP8) {
+                    mk_fp8_tiles<NT> b;
+                    mk_fp8_load<NT>(&b, w, rows, scales + (k >> 1) * scale_row, c);
+                    if (k + ways >= end) mk_stage_leave(slot->bar + MK_EMPTY, lane);
 #pragma unroll
-                for (uint32_t i = 0; i < NT; i++) {
-                    uint32_t a[4], b[4];
-                    mk_tile_product<FP8>(part[i], w + 256 * i, rows, make_uint2(v0.x, v0.y), make_uint2(v0.z, v0.w), make_uint2(v1.x, v1.y), make_uint2(v1.z, v1.w), a, b);
-                }
+                    for (uint32_t i = 0; i < NT; i++) mk_tile_product_fp8(part[i], b.w[i], v0, v1);
 #pragma unroll
-                for (uint32_t i = 0; i < NT; i++) {
-                    const float f0 = FP8 ? mk_lds(at_row + c[2 * i]) : 1, f1 = FP8 ? mk_lds(at_row + c[2 * i + 1]) : 1;
-                    float4 *y = &acc.tile[i];
-                    y->x = chosen0 ? __fmaf_rn(part[i][0], f0 * n0, y->x) : y->x;
-                    y->y = chosen1 ? __fmaf_rn(part[i][1], f0 * n1, y->y) : y->y;
-                    y->z = chosen0 ? __fmaf_rn(part[i][2], f1 * n0, y->z) : y->z;
-                    y->w = chosen1 ? __fmaf_rn(part[i][3], f1 * n1, y->w) : y->w;
+                    for (uint32_t i = 0; i < NT; i++) {
+                        float4 *y = &acc.tile[i];
+                        y->x = chosen0 ? __fmaf_rn(part[i][0], b.f[2 * i] * n0, y->x) : y->x;
+                        y->y = chosen1 ? __fmaf_rn(part[i][1], b.f[2 * i] * n1, y->y) : y->y;
+                        y->z = chosen0 ? __fmaf_rn(part[i][2], b.f[2 * i + 1] * n0, y->z) : y->z;
+                        y->w = chosen1 ? __fmaf_rn(part[i][3], b.f[2 * i + 1] * n1, y->w) : y->w;
+                    }
+                } else {
+#pragma unroll
+                    for (uint32_t i = 0; i < NT; i++) {
+                        uint32_t a[4], b[4];
+                        mk_tile_product(part[i], w + 256 * i, rows, v0, a, b);
+                    }
+#pragma unroll
+                    for (uint32_t i = 0; i < NT; i++) {
+                        float4 *y = &acc.tile[i];
+                        y->x = chosen0 ? __fmaf_rn(part[i][0], n0, y->x) : y->x;
+                        y->y = chosen1 ? __fmaf_rn(part[i][1], n1, y->y) : y->y;
+                        y->z = chosen0 ? __fmaf_rn(part[i][2], n0, y->z) : y->z;
+                        y->w = chosen1 ? __fmaf_rn(part[i][3], n1, y->w) : y->w;
+                    }
                 }
             }
-            __syncwarp();
-            if (mk_arrives(lane)) mk_mbar_arrive(slot->bar + MK_EMPTY);
+            if (!FP8 || kb + b0 >= end) mk_stage_leave(slot->bar + MK_EMPTY, lane);
             mk_next_move(slot, &lap);
         }
     }

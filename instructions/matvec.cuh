@@ -663,26 +663,57 @@ MK_DEV uint32_t mk_after(uint32_t at)
     return at;
 }
 
-/* A tile of 16 rows times a K block: part is its product. w: address of the tile's weights for ldmatrix; rows: of the segment. x: right operands, of e4m3 for the first and
- * other two of each four values, twice; of bf16 the first two. Leaves bf16 weights in a and b. */
-template <bool FP8> MK_DEV void mk_tile_product(float *part, uint32_t w, uint32_t rows, uint2 x0, uint2 x1, uint2 x2, uint2 x3, uint32_t *a, uint32_t *b)
+/* A tile of 16 rows times a K block: part is its product. bf16: w: address of the tile's weights for ldmatrix; rows: of the segment; x: right operands. Leaves the weights
+ * in a and b. */
+MK_DEV void mk_tile_product(float *part, uint32_t w, uint32_t rows, uint4 x, uint32_t *a, uint32_t *b)
 {
     mk_ldmatrix(a, w);
     mk_ldmatrix(b, w + 2 * rows * 16);
-    if (FP8) {
-        uint32_t lo[4], hi[4];
+    mk_mma_bf16_first(part, a, x.x, x.y);
+    mk_mma_bf16(part, b, x.z, x.w);
+}
+/* e4m3: w: the weights, 32 bytes of k and then the other 32; x0, x1: right operands of each. An mma.sync takes the four values of a word: their partners lie side by
+ * side as staged, and which k it takes together is its own affair. */
+MK_DEV void mk_tile_product_fp8(float *part, const uint32_t *w, uint4 x0, uint4 x1)
+{
 #pragma unroll
-        for (int i = 0; i < 4; i++) mk_fp8_open(a[i], &lo[i], &hi[i]);
-        mk_mma_f16_first(part, lo, x0.x, x0.y);
-        mk_mma_f16(part, hi, x1.x, x1.y);
-#pragma unroll
-        for (int i = 0; i < 4; i++) mk_fp8_open(b[i], &lo[i], &hi[i]);
-        mk_mma_f16(part, lo, x2.x, x2.y);
-        mk_mma_f16(part, hi, x3.x, x3.y);
-    } else {
-        mk_mma_bf16_first(part, a, x0.x, x0.y);
-        mk_mma_bf16(part, b, x1.x, x1.y);
+    for (int i = 0; i < 4; i++) { /* 16 values of k */
+        const uint4 x = i < 2 ? x0 : x1;
+        uint32_t a[4];
+        mk_fp8_open(w[2 * i], &a[0], &a[2]);
+        mk_fp8_open(w[2 * i + 1], &a[1], &a[3]);
+        if (i == 0)
+            mk_mma_f16_first(part, a, x.x, x.y);
+        else
+            mk_mma_f16(part, a, i & 1 ? x.z : x.x, i & 1 ? x.w : x.y);
     }
+}
+/* What e4m3 tiles take of a stage, which may be filled anew as soon as it is in registers: weights and the scales of their upper and lower rows. */
+template <uint32_t NT> struct mk_fp8_tiles {
+    uint32_t w[NT][8];
+    float f[2 * NT];
+};
+template <uint32_t NT> MK_DEV void mk_fp8_load(mk_fp8_tiles<NT> *t, uint32_t w, uint32_t rows, uint32_t scales, const uint32_t *c)
+{
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++) {
+        mk_ldmatrix(t->w[j], w + 256 * j);
+        mk_ldmatrix(t->w[j] + 4, w + 256 * j + 2 * rows * 16);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * NT; i++) t->f[i] = mk_lds(scales + c[i]);
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++) /* not later */
+#pragma unroll
+        for (uint32_t i = 0; i < 8; i++) asm volatile("" : "+r"(t->w[j][i]));
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * NT; i++) asm volatile("" : "+f"(t->f[i]));
+}
+/* The warp has all that it takes of a stage. */
+MK_DEV void mk_stage_leave(uint32_t empty, uint32_t lane)
+{
+    __syncwarp();
+    if (mk_arrives(lane)) mk_mbar_arrive(empty);
 }
 
 /* Where a segment row's scale lies, from the scales of its K block on. */
@@ -728,34 +759,44 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, uin
                 n0 = mk_lds(norm + 4 * (k >> head_shift));
                 if (!ONE) n1 = mk_lds(norm + 4 * MK_MAX_NORM_HEADS + 4 * (k >> head_shift));
             }
+            if (FP8) {
+                mk_fp8_tiles<NT> b;
+                mk_fp8_load<NT>(&b, w, rows, scales + (k >> shift) * scale_row, c);
+                if (k + ways >= kb + nk) mk_stage_leave(slot->bar + MK_EMPTY, lane);
 #pragma unroll
-            for (uint32_t j = 0; j < NT; j++) {
-                uint32_t a[4], b[4];
-                if (FP8)
-                    mk_tile_product<true>(part[j], w + 256 * j, rows, make_uint2(v0.x, v0.z), make_uint2(v0.y, v0.w), make_uint2(v1.x, v1.z), make_uint2(v1.y, v1.w), a, b);
-                else
-                    mk_tile_product<false>(part[j], w + 256 * j, rows, make_uint2(v0.x, v0.y), make_uint2(v0.z, v0.w), make_uint2(0, 0), make_uint2(0, 0), a, b);
-                if (FORM == MK_X_F32)
+                for (uint32_t j = 0; j < NT; j++) mk_tile_product_fp8(part[j], b.w[j], v0, v1);
 #pragma unroll
-                    for (uint32_t p = 1; p < MK_PLANES_F32; p++) {
-                        const uint4 v = mk_ldx(xk + p * plane);
-                        mk_mma_bf16(part[j], a, v.x, v.y);
-                        mk_mma_bf16(part[j], b, v.z, v.w);
-                    }
-            }
+                for (uint32_t j = 0; j < NT; j++) {
+                    acc.tile[j].x = __fmaf_rn(part[j][0], b.f[2 * j] * n0, acc.tile[j].x);
+                    acc.tile[j].z = __fmaf_rn(part[j][2], b.f[2 * j + 1] * n0, acc.tile[j].z);
+                    if (ONE) continue;
+                    acc.tile[j].y = __fmaf_rn(part[j][1], b.f[2 * j] * n1, acc.tile[j].y);
+                    acc.tile[j].w = __fmaf_rn(part[j][3], b.f[2 * j + 1] * n1, acc.tile[j].w);
+                }
+            } else {
 #pragma unroll
-            for (uint32_t j = 0; j < NT; j++) {
-                const uint32_t at_row = scales + (k >> shift) * scale_row;
-                const float f0 = FP8 ? mk_lds(at_row + c[2 * j]) : 1, f1 = FP8 ? mk_lds(at_row + c[2 * j + 1]) : 1;
-                acc.tile[j].x = __fmaf_rn(part[j][0], f0 * n0, acc.tile[j].x);
-                acc.tile[j].z = __fmaf_rn(part[j][2], f1 * n0, acc.tile[j].z);
-                if (ONE) continue;
-                acc.tile[j].y = __fmaf_rn(part[j][1], f0 * n1, acc.tile[j].y);
-                acc.tile[j].w = __fmaf_rn(part[j][3], f1 * n1, acc.tile[j].w);
+                for (uint32_t j = 0; j < NT; j++) {
+                    uint32_t a[4], b[4];
+                    mk_tile_product(part[j], w + 256 * j, rows, v0, a, b);
+                    if (FORM == MK_X_F32)
+#pragma unroll
+                        for (uint32_t p = 1; p < MK_PLANES_F32; p++) {
+                            const uint4 v = mk_ldx(xk + p * plane);
+                            mk_mma_bf16(part[j], a, v.x, v.y);
+                            mk_mma_bf16(part[j], b, v.z, v.w);
+                        }
+                }
+#pragma unroll
+                for (uint32_t j = 0; j < NT; j++) {
+                    acc.tile[j].x = __fmaf_rn(part[j][0], n0, acc.tile[j].x);
+                    acc.tile[j].z = __fmaf_rn(part[j][2], n0, acc.tile[j].z);
+                    if (ONE) continue;
+                    acc.tile[j].y = __fmaf_rn(part[j][1], n1, acc.tile[j].y);
+                    acc.tile[j].w = __fmaf_rn(part[j][3], n1, acc.tile[j].w);
+                }
             }
         }
-        __syncwarp();
-        if (mk_arrives(lane)) mk_mbar_arrive(slot->bar + MK_EMPTY);
+        if (!FP8 || b0 >= nk) mk_stage_leave(slot->bar + MK_EMPTY, lane);
         mk_next_move(slot, &lap);
     }
     slot->at += s1 - s0;
