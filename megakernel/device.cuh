@@ -268,6 +268,7 @@ typedef struct mk_memo {
     uint32_t chunk;         /* of a vector that does not fit the staging area */
     uint32_t parity;        /* of what is known of a gathered vector: sumsq, top, gain, scale */
     uint32_t route_parity;  /* of the expert loader's barriers */
+    uint32_t n;             /* instructions so far */
 } mk_memo;
 
 /* What thread 0 has noted of the instruction under way, when its step is traced. */
@@ -373,9 +374,12 @@ static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 64) <= MK_STAGI
 #define MK_CALL static __device__ __noinline__ /* rare or used in many places: instruction caches are small */
 
 extern __shared__ __align__(128) uint8_t mk_dynamic[];
+/* Where it begins in a block that has no shared variables of its own, behind the system's first kilobyte; the kernel makes sure. A number rather than the symbol, whose
+ * address has the block's place in a cluster in it: every function would read that register before its first access, and keep a register for the sum. */
+#define MK_DYNAMIC_AT 1024u
 MK_DEV mk_shared *mk_sh(void)
 {
-    return (mk_shared *)mk_dynamic;
+    return (mk_shared *)__cvta_shared_to_generic(MK_DYNAMIC_AT);
 }
 
 /* ---- shared memory, barriers, bulk copies --------------------------------------------------------------------------- */
@@ -556,7 +560,7 @@ MK_DEV mk_dev mk_here(const mk_insn *in)
 
 MK_DEV uint8_t *mk_local_memory(const mk_gpu_args *)
 {
-    return mk_dynamic + sizeof(mk_shared);
+    return (uint8_t *)(mk_sh() + 1);
 }
 
 #define MK_EMPTY ((uint32_t)(offsetof(mk_shared, empty) - offsetof(mk_shared, full)))
@@ -564,7 +568,7 @@ MK_DEV uint8_t *mk_local_memory(const mk_gpu_args *)
 MK_DEV mk_next mk_next_of(uint32_t ring, uint32_t i)
 {
     const mk_ring *r = &mk_sh()->args.ring[ring];
-    const mk_next s = {mk_smem(&mk_sh()->full[ring][i]), mk_smem(mk_dynamic) + r->at + i * r->stride + r->scales, 0, 0};
+    const mk_next s = {mk_smem(&mk_sh()->full[ring][i]), mk_smem(mk_sh()) + r->at + i * r->stride + r->scales, 0, 0};
     return s;
 }
 /* Where every warp begins, by a thread for each warp and ring. */

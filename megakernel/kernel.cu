@@ -56,33 +56,37 @@ X(mk_sample_run)
 X(mk_schedule_run)
 #undef X
 
-/* Functions of their own, so that the loop below keeps nothing but n: what it kept would be spilled around every opcode. */
-MK_CALL const mk_insn *instruction(uint32_t n)
+/* Functions of their own, so that the loop below keeps nothing: what it kept would be spilled around every opcode. */
+MK_CALL const mk_insn *instruction(void)
 {
     mk_shared *sh = mk_sh();
-    const uint32_t slot = n % MK_INSN_RING;
+    const uint32_t n = sh->memo[threadIdx.x / 32].n, slot = n % MK_INSN_RING;
     while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), n / MK_INSN_RING & 1)) {}
     mk_dev d = mk_here(&sh->fed[slot].in);
     if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
     mk_trace_begin(&d);
     return d.in;
 }
-MK_CALL void instruction_done(uint32_t n)
+MK_CALL void instruction_done(void)
 {
     mk_shared *sh = mk_sh();
-    const uint32_t slot = n % MK_INSN_RING;
+    mk_memo *memo = &sh->memo[threadIdx.x / 32];
+    const uint32_t n = memo->n, slot = n % MK_INSN_RING;
     const mk_dev d = mk_here(&sh->fed[slot].in);
     mk_trace_end(&d);
     __syncwarp();
     if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 2);
+    if (d.lane == 0) memo->n = n + 1;
     if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
+    __syncwarp();
 }
 
 /* While ROUTE's logits are on their way: stages what the EXPERT_UP behind it reads, which is there already. left: key of the router's own input, which then lies in
  * order behind what is staged; 0: no. */
-MK_CALL void stage_ahead(uint32_t n, uint32_t left)
+MK_CALL void stage_ahead(uint32_t left)
 {
     mk_shared *sh = mk_sh();
+    const uint32_t n = sh->memo[threadIdx.x / 32].n;
     const mk_fed *f = &sh->fed[(n + 1) % MK_INSN_RING];
     while (!mk_mbar_try(mk_smem(&sh->insn_full[(n + 1) % MK_INSN_RING]), (n + 1) / MK_INSN_RING & 1)) {}
     if (f->place.run != MK_OP_EXPERT_UP) return; /* to be left at once */
@@ -113,8 +117,8 @@ MK_DEV void compute(const mk_gpu_args *a)
     mk_phase_wait();
     mk_phase_carry(a, false);
 #pragma unroll 1
-    for (uint32_t n = 0;; n++) {
-        const mk_insn *in = instruction(n);
+    for (;;) {
+        const mk_insn *in = instruction();
         const uint32_t what = mk_fed_of(in)->place.run;
         switch (what) {
         case MK_OP_EMBED: call_mk_embed_run(in); break;
@@ -129,7 +133,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_GQA_APPEND: mk_gqa_append_run(in); break;
         case MK_OP_GQA_PARTIAL: mk_gqa_run<false>(in); break;
         case MK_OP_ROUTE:
-            if (mk_fed_of(in)->plan.ahead) stage_ahead(n, mk_fed_of(in)->plan.ahead >> 1);
+            if (mk_fed_of(in)->plan.ahead) stage_ahead(mk_fed_of(in)->plan.ahead >> 1);
             if (!mk_route_is_one(in))
                 call_mk_route_run(in);
             else
@@ -142,7 +146,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_LEAVE: mk_phase_carry(a, true); return;
         default: mk_gemv_one_run(in, what); break;
         }
-        instruction_done(n);
+        instruction_done();
     }
 }
 
@@ -577,6 +581,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
 #endif
     mk_shared *sh = mk_sh();
     const uint32_t warp = threadIdx.x / 32;
+    if (mk_smem(mk_dynamic) != MK_DYNAMIC_AT) __trap();
 
 #ifdef MK_PHASED
     if (warp == MK_WARP_CONTROL && !step_receive(&a, sh, mk_first_step(&a), threadIdx.x % 32, false)) sh->step.nrows = 0;
