@@ -24,6 +24,19 @@ MK_DEV mk_up_slice mk_up_at(uint32_t slice, uint32_t inter, mk_divisor by_T)
     return s;
 }
 
+/* A slice's product: its tile of the plan's. */
+MK_DEV mk_tile mk_up_tile(const mk_plan *p, const mk_up_slice *s)
+{
+    mk_tile t = p->tile;
+    t.phase = s->row0 % MK_SCALE_ROWS;
+    if (2 * s->rows < t.rows) {
+        t.per = p->less & 0xffffu;
+        t.nst = p->less >> 16;
+    }
+    t.rows = 2 * s->rows;
+    return t;
+}
+
 /* Slices are dealt round: the worker's k-th is slice number worker + k * workers of the union's n_union * T. */
 template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
 {
@@ -33,7 +46,7 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
     const mk_vec *out = &d->sh->vec[in->signal_vec];
     const uint32_t nrows = d->step->nrows, inter = in->expert.inter, workers = d->a->workers, size = MK_PARTS(nrows), slots = mk_small_quot(MK_RED_FLOATS, size);
     const mk_divisor by_T = {f->plan.magic, in->expert.T};
-    const uint32_t all = routes->n_union * by_T.n, most = f->plan.tile.rows / 2, units = mk_units(most), every = nrows * units, x = mk_smem(d->sh->staging);
+    const uint32_t all = routes->n_union * by_T.n, units = mk_units(f->plan.tile.rows / 2), every = nrows * units, x = mk_smem(d->sh->staging);
     mk_stage_input(in, true, 0, f->plan.x.k);
     mk_sync(); /* nobody reads the reduction area any more */
     mk_trace_input(d);
@@ -46,13 +59,7 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
 #pragma unroll 1
         for (; n < slots && next < all; n++, next += workers) {
             const mk_up_slice s = mk_up_at(next, inter, by_T);
-            mk_tile t = f->plan.tile;
-            t.rows = 2 * s.rows;
-            t.phase = s.row0 % MK_SCALE_ROWS;
-            if (s.rows < most) {
-                t.per = f->plan.less & 0xffffu;
-                t.nst = f->plan.less >> 16;
-            }
+            const mk_tile t = mk_up_tile(&f->plan, &s);
             const uint32_t at = ring.at;
             const mk_accs acc = mk_product<FORM>(MK_EXPERT, &ring, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), nrows, MK_NO_NORM, mk_no_sum());
             mk_parts_put(d, d->sh->red + n * size, t.rows, at, nrows, &acc);
@@ -78,12 +85,69 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
     }
     mk_ring_pass(d, MK_EXPERT, &ring);
 }
+/* One row. Sums lie in the half of the reduction area whose turn it is, as those of GEMVs do, so that no barrier guards them; where a unit goes is known to its warp before
+ * the products are there. */
+template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
+    const uint32_t inter = in->expert.inter, workers = d->a->workers, x = mk_smem(d->sh->staging), slice_packets = d->sh->vec[in->signal_vec].slice_packets;
+    const mk_divisor by_T = {f->plan.magic, in->expert.T};
+    const uint32_t all = routes->n_union * by_T.n, units = mk_units(f->plan.tile.rows / 2), turn = d->memo->turn;
+    const uint32_t slot = units == 1 ? d->warp : units == 2 ? d->warp / 2 : mk_small_quot(d->warp, units), group = d->warp - slot * units; /* of the warp's first unit */
+    float *const red = d->sh->red + (turn & 1) * (MK_RED_FLOATS / 2);
+    mk_stage_input(in, true, 0, f->plan.x.k);
+    mk_trace_input(d);
+
+    mk_next ring = d->memo->next[MK_EXPERT];
+    uint32_t first = d->worker;
+#pragma unroll 1
+    do {
+        uint32_t n = 0, next = first;
+#pragma unroll 1
+        for (; n < MK_RED_FLOATS / 2 / MK_PARTS(1) && next < all; n++, next += workers) {
+            const mk_up_slice s = mk_up_at(next, inter, by_T);
+            const mk_tile t = mk_up_tile(&f->plan, &s);
+            const uint32_t at = ring.at;
+            const mk_accs acc = mk_product_of<FORM, true>(MK_EXPERT, &ring, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), 1, MK_NO_NORM, mk_no_sum());
+            mk_parts_put(d, red + n * MK_PARTS(1), t.rows, at, 1, &acc);
+            mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
+        }
+        uint32_t u = slot, g = group;
+        mk_up_slice s = mk_up_at(min(first + u * workers, all - 1), inter, by_T);
+        uint4 *to = f->place.out + (routes->rank[0][s.j] * by_T.n + s.t) * slice_packets;
+        const float norm = mk_row_factor(d, &f->plan, 0);
+        mk_sync();
+        if (first == d->worker) mk_trace_publish(d);
+#pragma unroll 1
+        while (u < n) {
+            const uint32_t i = g * MK_UNIT + d->lane;
+            const float *sums = red + u * MK_PARTS(1);
+            float y = 0;
+            if (i < s.rows && d->lane < MK_UNIT) y = mk_silu(mk_parts_sum(sums, 2 * s.rows, i, 0, 1) * norm) * (mk_parts_sum(sums, 2 * s.rows, s.rows + i, 0, 1) * norm);
+            if (g * MK_UNIT < s.rows) mk_publish_at(to, false, s.rows, g, y, f->place.out_epoch, d->lane);
+            for (g += MK_WARPS; g >= units; g -= units) u++;
+            if (u >= n) break;
+            s = mk_up_at(first + u * workers, inter, by_T);
+            to = f->place.out + (routes->rank[0][s.j] * by_T.n + s.t) * slice_packets;
+        }
+        first = next;
+        if (first < all) mk_sync(); /* the sums are read */
+    } while (first < all);
+    __syncwarp();
+    if (d->lane == 0) {
+        d->memo->next[MK_EXPERT] = ring;
+        d->memo->turn = turn ^ 1;
+    }
+    __syncwarp();
+}
 MK_DEV void mk_expert_up_run(const mk_insn *in)
 {
-    if (in->expert.wtype == MK_W_FP8)
-        mk_up_of<MK_X_F16>(in);
+    if (mk_sh()->step.nrows == 1)
+        in->expert.wtype == MK_W_FP8 ? mk_up_one<MK_X_F16>(in) : mk_up_one<MK_X_BF16>(in);
     else
-        mk_up_of<MK_X_BF16>(in);
+        in->expert.wtype == MK_W_FP8 ? mk_up_of<MK_X_F16>(in) : mk_up_of<MK_X_BF16>(in);
 }
 
 #endif
