@@ -1,0 +1,238 @@
+/* The product of a segment's stages with a staged vector, by mma.sync: who takes which stage and K block, and how values lie, is said in matvec.cuh. */
+#ifndef MK_PRODUCT_CUH
+#define MK_PRODUCT_CUH
+
+#include "instructions/mk_math.h"
+#include "megakernel/device.cuh"
+
+#define MK_TILES 4u /* of 16 rows: of a warp */
+static_assert(MK_GROUPS * MK_GROUP_WARPS == MK_WARPS && MK_GROUPS == 2 && MK_STATIC_STAGES % MK_GROUPS == 0 && MK_EXPERT_STAGES % MK_GROUPS == 0, "a slot has one group");
+
+/* Results of a warp's tiles, m16n8's fragment: rows lane / 4 (x, y) and that + 8 (z, w), batch rows 2 * (lane % 4) (x, z) and the next (y, w). */
+typedef struct mk_accs {
+    float4 tile[MK_TILES];
+} mk_accs;
+
+MK_DEV void mk_mma_bf16(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+MK_DEV void mk_mma_f16(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+/* The same from 0. */
+MK_DEV void mk_mma_bf16_first(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+MK_DEV void mk_mma_f16_first(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+/* Four e4m3 codes as f16, exactly: the first two and the others. */
+MK_DEV void mk_fp8_open(uint32_t v, uint32_t *first, uint32_t *second)
+{
+    asm("{\n\t.reg .b16 a, b;\n\tmov.b32 {a, b}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, a;\n\tcvt.rn.f16x2.e4m3x2 %1, b;\n\t}" : "=r"(*first), "=r"(*second) : "r"(v));
+}
+/* Four 8 x 16-byte matrices, the address of whose rows this lane knows one of. Not volatile, so that loads of the next K block may pass this one's arithmetic: addresses
+ * must come out of mk_after. */
+MK_DEV void mk_ldmatrix(uint32_t *a, uint32_t at)
+{
+    asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at));
+}
+MK_DEV uint4 mk_ldx(uint32_t at)
+{
+    uint4 v;
+    asm("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+MK_DEV float mk_lds(uint32_t at)
+{
+    float v;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    return v;
+}
+/* The same address, but not before what is waited for here. */
+MK_DEV uint32_t mk_after(uint32_t at)
+{
+    asm volatile("" : "+r"(at)::"memory");
+    return at;
+}
+
+/* A tile of 16 rows times a K block: part is its product. bf16: w: address of the tile's weights for ldmatrix; rows: of the segment; x: right operands. Leaves the weights
+ * in a and b. */
+MK_DEV void mk_tile_product(float *part, uint32_t w, uint32_t rows, uint4 x, uint32_t *a, uint32_t *b)
+{
+    mk_ldmatrix(a, w);
+    mk_ldmatrix(b, w + 2 * rows * 16);
+    mk_mma_bf16_first(part, a, x.x, x.y);
+    mk_mma_bf16(part, b, x.z, x.w);
+}
+/* e4m3: w: the weights, 32 bytes of k and then the other 32; x0, x1: right operands of each. An mma.sync takes the four values of a word: their partners lie side by
+ * side as staged, and which k it takes together is its own affair. */
+MK_DEV void mk_tile_product_fp8(float *part, const uint32_t *w, uint4 x0, uint4 x1)
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) { /* 16 values of k */
+        const uint4 x = i < 2 ? x0 : x1;
+        uint32_t a[4];
+        mk_fp8_open(w[2 * i], &a[0], &a[2]);
+        mk_fp8_open(w[2 * i + 1], &a[1], &a[3]);
+        if (i == 0)
+            mk_mma_f16_first(part, a, x.x, x.y);
+        else
+            mk_mma_f16(part, a, i & 1 ? x.z : x.x, i & 1 ? x.w : x.y);
+    }
+}
+/* What e4m3 tiles take of a stage, which may be filled anew as soon as it is in registers: weights and the scales of their upper and lower rows. */
+template <uint32_t NT> struct mk_fp8_tiles {
+    uint32_t w[NT][8];
+    float f[2 * NT];
+};
+template <uint32_t NT> MK_DEV void mk_fp8_load(mk_fp8_tiles<NT> *t, uint32_t w, uint32_t rows, uint32_t scales, const uint32_t *c)
+{
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++) {
+        mk_ldmatrix(t->w[j], w + 256 * j);
+        mk_ldmatrix(t->w[j] + 4, w + 256 * j + 2 * rows * 16);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * NT; i++) t->f[i] = mk_lds(scales + c[i]);
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++) /* not later */
+#pragma unroll
+        for (uint32_t i = 0; i < 8; i++) asm volatile("" : "+r"(t->w[j][i]));
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * NT; i++) asm volatile("" : "+f"(t->f[i]));
+}
+/* The warp has all that it takes of a stage. */
+MK_DEV void mk_stage_leave(uint32_t empty, uint32_t lane)
+{
+    __syncwarp();
+    if (mk_arrives(lane)) mk_mbar_arrive(empty);
+}
+
+/* Where a segment row's scale lies, from the scales of its K block on. */
+MK_DEV uint32_t mk_scale_of(uint32_t i, uint32_t rows, uint32_t half, uint32_t nseg, uint32_t phase)
+{
+    i = min(i, rows - 1);
+    const bool second = i >= half;
+    return ((phase + i - (second ? half : 0)) / MK_SCALE_ROWS + (second ? nseg : 0)) * 4;
+}
+
+/* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what
+ * stands at shared address x. cols: staged rows, `stride` bytes apart; planes follow at cols * stride. ONE: cols is 1. */
+template <uint32_t FORM, uint32_t NT, bool ONE>
+MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
+{
+    constexpr bool FP8 = FORM == MK_X_F16;
+    mk_shared *sh = mk_sh();
+    const mk_lap lap = sh->lap[ring];
+    const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, shift = t->shift, kb_bytes = rows * MK_KBLOCK_BYTES;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS;
+    const uint32_t first = s0 + ((warp / MK_GROUP_WARPS - slot->at) & (MK_GROUPS - 1));
+    const bool sides = rows > 16 * MK_TILES;
+    const uint32_t ways = sides ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS, way = member & (ways - 1), row0 = sides ? (member >> 1) * 16 * MK_TILES : 0;
+    const uint32_t half = t->halves == 2 ? rows / 2 : rows, scale_row = (t->halves == 2 ? 8 : 4) * t->nseg;
+    const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16; /* of ldmatrix: chunk lane / 16, row lane % 16 */
+    const uint32_t column = x + (!ONE && g < cols ? g : 0) * stride + l * 16, plane = cols * stride, norm = mk_smem(sh->head_rstd[ONE ? 0 : 2 * l]);
+    uint32_t c[2 * NT], turn = first / MK_GROUPS * per; /* K blocks of the partial sum before */
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * NT; i++) c[i] = FP8 ? mk_scale_of(row0 + 8 * i + g, rows, half, t->nseg, t->phase) - lap.scales : 0;
+
+#pragma unroll 1
+    for (uint32_t s = first; s < s1; s += MK_GROUPS, turn += per) {
+        const uint32_t kb = s * per, nk = nkb - kb < per ? nkb - kb : per;
+        mk_stage_wait(slot->bar, slot->phase, ring == MK_TAPE ? MK_FAULT_TAPE : MK_FAULT_EXPERT);
+        const uint32_t b0 = (way - turn) & (ways - 1);
+        uint32_t w = mk_after(slot->stage + row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0 - s0 * per) * (FP8 ? 128 : 64);
+        const uint32_t scales = mk_after(slot->stage);
+#pragma unroll 1
+        for (uint32_t k = kb + b0; k < kb + nk; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
+            float part[NT][4], n0 = 1, n1 = 1;
+            const uint4 v0 = mk_ldx(xk), v1 = FP8 ? mk_ldx(xk + 64) : v0;
+            if (head_shift != MK_NO_NORM) {
+                n0 = mk_lds(norm + 4 * (k >> head_shift));
+                if (!ONE) n1 = mk_lds(norm + 4 * MK_MAX_NORM_HEADS + 4 * (k >> head_shift));
+            }
+            if (FP8) {
+                mk_fp8_tiles<NT> b;
+                mk_fp8_load<NT>(&b, w, rows, scales + (k >> shift) * scale_row, c);
+                if (k + ways >= kb + nk) mk_stage_leave(slot->bar + MK_EMPTY, lane);
+#pragma unroll
+                for (uint32_t j = 0; j < NT; j++) mk_tile_product_fp8(part[j], b.w[j], v0, v1);
+#pragma unroll
+                for (uint32_t j = 0; j < NT; j++) {
+                    acc.tile[j].x = __fmaf_rn(part[j][0], b.f[2 * j] * n0, acc.tile[j].x);
+                    acc.tile[j].z = __fmaf_rn(part[j][2], b.f[2 * j + 1] * n0, acc.tile[j].z);
+                    if (ONE) continue;
+                    acc.tile[j].y = __fmaf_rn(part[j][1], b.f[2 * j] * n1, acc.tile[j].y);
+                    acc.tile[j].w = __fmaf_rn(part[j][3], b.f[2 * j + 1] * n1, acc.tile[j].w);
+                }
+            } else {
+#pragma unroll
+                for (uint32_t j = 0; j < NT; j++) {
+                    uint32_t a[4], b[4];
+                    mk_tile_product(part[j], w + 256 * j, rows, v0, a, b);
+                    if (FORM == MK_X_F32)
+#pragma unroll
+                        for (uint32_t p = 1; p < MK_PLANES_F32; p++) {
+                            const uint4 v = mk_ldx(xk + p * plane);
+                            mk_mma_bf16(part[j], a, v.x, v.y);
+                            mk_mma_bf16(part[j], b, v.z, v.w);
+                        }
+                }
+#pragma unroll
+                for (uint32_t j = 0; j < NT; j++) {
+                    acc.tile[j].x = __fmaf_rn(part[j][0], n0, acc.tile[j].x);
+                    acc.tile[j].z = __fmaf_rn(part[j][2], n0, acc.tile[j].z);
+                    if (ONE) continue;
+                    acc.tile[j].y = __fmaf_rn(part[j][1], n1, acc.tile[j].y);
+                    acc.tile[j].w = __fmaf_rn(part[j][3], n1, acc.tile[j].w);
+                }
+            }
+        }
+        if (!FP8 || b0 >= nk) mk_stage_leave(slot->bar + MK_EMPTY, lane);
+        mk_next_move(slot, &lap);
+    }
+    slot->at += s1 - s0;
+    return acc;
+}
+template <uint32_t FORM, bool ONE>
+MK_DEV mk_accs mk_product_of(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
+{
+    const uint32_t tiles = (t->rows + 15) / 16; /* with two sides: all four, of which the second's last may be none */
+    if (tiles == 1) return mk_product_as<FORM, 1, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 2) return mk_product_as<FORM, 2, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 3) return mk_product_as<FORM, 3, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+    return mk_product_as<FORM, 4, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+}
+template <uint32_t FORM>
+MK_DEV mk_accs mk_product(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
+{
+    return cols == 1 ? mk_product_of<FORM, true>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc) : mk_product_of<FORM, false>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+}
+MK_DEV mk_accs mk_no_sum(void)
+{
+    const float4 z = make_float4(0, 0, 0, 0);
+    const mk_accs a = {z, z, z, z};
+    return a;
+}
+/* The stages before `slot` lie behind us. */
+MK_DEV void mk_ring_pass(const mk_dev *d, uint32_t ring, const mk_next *slot)
+{
+    __syncwarp();
+    if (d->lane == 0) d->memo->next[ring] = *slot;
+    __syncwarp();
+}
+
+#endif
