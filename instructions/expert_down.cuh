@@ -51,7 +51,7 @@ MK_DEV void mk_pair_gather(const mk_dev *d, const mk_pairs_walk *w, uint32_t r, 
 #pragma unroll 1
     for (uint32_t i = d->lane; i - d->lane < w->per; i += 32 * MK_PAIR_PACKETS) {
         uint4 q[MK_PAIR_PACKETS];
-        uint32_t at[MK_PAIR_PACKETS], stride[MK_PAIR_PACKETS], wanted = 0;
+        uint32_t at[MK_PAIR_PACKETS], wanted = 0;
         const uint4 *p = from + i;
 #pragma unroll
         for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) q[j] = mk_packet_load(p + 32 * j);
@@ -61,9 +61,8 @@ MK_DEV void mk_pair_gather(const mk_dev *d, const mk_pairs_walk *w, uint32_t r, 
             const uint32_t p = min(i + 32 * j, w->per - 1), s = mk_quot(p, w->by_slice), v = w->start[s] + (p - s * w->by_slice.n) * 6, end = w->start[s + 1];
             at[j] = i + 32 * j < w->per && v < end ? to + 2 * v : none;
             wanted |= at[j] != none ? 1u << j : 0;
-            stride[j] = 32 * j;
         }
-        mk_packets_wait(p, stride, wanted, w->epoch, 0, r, first + i, q);
+        mk_packets_wait_every(p, 32, wanted, w->epoch, 0, r, first + i, q);
 #pragma unroll
         for (int k = 5; k >= 0; k--) {
             __syncwarp();
@@ -144,6 +143,15 @@ template <uint32_t FORM> MK_DEV void mk_pairs_stage(const mk_dev *d, const mk_ro
     }
 }
 
+/* As mk_tile_add, of the columns that have chosen the expert. */
+MK_DEV void mk_tile_add_chosen(float4 *sum, const float *part, float f0, float f1, float n0, float n1, bool chosen0, bool chosen1)
+{
+    sum->x = chosen0 ? __fmaf_rn(part[0], f0 * n0, sum->x) : sum->x;
+    sum->y = chosen1 ? __fmaf_rn(part[1], f0 * n1, sum->y) : sum->y;
+    sum->z = chosen0 ? __fmaf_rn(part[2], f1 * n0, sum->z) : sum->z;
+    sum->w = chosen1 ? __fmaf_rn(part[3], f1 * n1, sum->w) : sum->w;
+}
+
 /* acc + this warp's NT tiles of a batch of experts, whose stages are the ring's next. */
 template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
 {
@@ -184,13 +192,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
 #pragma unroll
                     for (uint32_t i = 0; i < NT; i++) mk_tile_product_fp8(part[i], b.w[i], v0, v1);
 #pragma unroll
-                    for (uint32_t i = 0; i < NT; i++) {
-                        float4 *y = &acc.tile[i];
-                        y->x = chosen0 ? __fmaf_rn(part[i][0], b.f[2 * i] * n0, y->x) : y->x;
-                        y->y = chosen1 ? __fmaf_rn(part[i][1], b.f[2 * i] * n1, y->y) : y->y;
-                        y->z = chosen0 ? __fmaf_rn(part[i][2], b.f[2 * i + 1] * n0, y->z) : y->z;
-                        y->w = chosen1 ? __fmaf_rn(part[i][3], b.f[2 * i + 1] * n1, y->w) : y->w;
-                    }
+                    for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[i], b.f[2 * i], b.f[2 * i + 1], n0, n1, chosen0, chosen1);
                 } else {
 #pragma unroll
                     for (uint32_t i = 0; i < NT; i++) {
@@ -198,13 +200,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
                         mk_tile_product(part[i], w + 256 * i, rows, v0, a, b);
                     }
 #pragma unroll
-                    for (uint32_t i = 0; i < NT; i++) {
-                        float4 *y = &acc.tile[i];
-                        y->x = chosen0 ? __fmaf_rn(part[i][0], n0, y->x) : y->x;
-                        y->y = chosen1 ? __fmaf_rn(part[i][1], n1, y->y) : y->y;
-                        y->z = chosen0 ? __fmaf_rn(part[i][2], n0, y->z) : y->z;
-                        y->w = chosen1 ? __fmaf_rn(part[i][3], n1, y->w) : y->w;
-                    }
+                    for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[i], 1, 1, n0, n1, chosen0, chosen1);
                 }
             }
             if (!FP8 || kb + b0 >= end) mk_stage_leave(slot->bar + MK_EMPTY, lane);

@@ -286,13 +286,10 @@ MK_DEV uint32_t mk_row_gain(const float (*g)[4])
 /* Waits for them. */
 template <uint32_t N> MK_DEV void mk_row_wait(const uint4 *from, uint32_t tid, uint32_t r, uint32_t epoch, const uint32_t (&m)[N], uint4 (&q)[N])
 {
-    uint32_t used = 0, at[N];
+    uint32_t used = 0;
 #pragma unroll
-    for (uint32_t j = 0; j < N; j++) {
-        used |= mk_map_used(m[j]) ? 1u << j : 0;
-        at[j] = j * MK_COMPUTE;
-    }
-    mk_packets_wait(from + tid, at, used, epoch, 0, r, tid, q);
+    for (uint32_t j = 0; j < N; j++) used |= mk_map_used(m[j]) ? 1u << j : 0;
+    mk_packets_wait_every(from + tid, MK_COMPUTE, used, epoch, 0, r, tid, q);
 }
 
 /* The second pass of one row: its `fours` groups of four values, in order at `ordered`, to `staged`. RMS: they meet the thread's gammas. */

@@ -193,13 +193,10 @@ MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f
             if (!has || from + MK_MAP_VALUES(word[k]) <= first) word[k] = MK_MAP_NONE;
         }
         if (!more) break;
-        uint32_t stride[NP], wanted = 0;
+        uint32_t wanted = 0;
 #pragma unroll
-        for (uint32_t k = 0; k < NP; k++) {
-            wanted |= MK_MAP_VALUES(word[k]) ? 1u << k : 0;
-            stride[k] = k * MK_COMPUTE;
-        }
-        mk_packets_wait(base + i0, stride, wanted, epoch, 0, 0, i0, x);
+        for (uint32_t k = 0; k < NP; k++) wanted |= MK_MAP_VALUES(word[k]) ? 1u << k : 0;
+        mk_packets_wait_every(base + i0, MK_COMPUTE, wanted, epoch, 0, 0, i0, x);
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) mine[k * MK_COMPUTE] = make_uint4(x[k].x, x[k].y, x[k].z, word[k]);
 #pragma unroll 1

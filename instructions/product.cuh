@@ -129,6 +129,16 @@ MK_DEV uint32_t mk_scale_of(uint32_t i, uint32_t rows, uint32_t half, uint32_t n
     return ((phase + i - (second ? half : 0)) / MK_SCALE_ROWS + (second ? nseg : 0)) * 4;
 }
 
+/* A tile's sums: part of a K block, whose upper and lower rows have scales f0 and f1 and whose two columns n0 and n1. ONE: there is no second column. */
+template <bool ONE> MK_DEV void mk_tile_add(float4 *sum, const float *part, float f0, float f1, float n0, float n1)
+{
+    sum->x = __fmaf_rn(part[0], f0 * n0, sum->x);
+    sum->z = __fmaf_rn(part[2], f1 * n0, sum->z);
+    if (ONE) return;
+    sum->y = __fmaf_rn(part[1], f0 * n1, sum->y);
+    sum->w = __fmaf_rn(part[3], f1 * n1, sum->w);
+}
+
 /* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what
  * stands at shared address x. cols: staged rows, `stride` bytes apart; planes follow at cols * stride. ONE: cols is 1. */
 template <uint32_t FORM, uint32_t NT, bool ONE>
@@ -171,13 +181,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, uin
 #pragma unroll
                 for (uint32_t j = 0; j < NT; j++) mk_tile_product_fp8(part[j], b.w[j], v0, v1);
 #pragma unroll
-                for (uint32_t j = 0; j < NT; j++) {
-                    acc.tile[j].x = __fmaf_rn(part[j][0], b.f[2 * j] * n0, acc.tile[j].x);
-                    acc.tile[j].z = __fmaf_rn(part[j][2], b.f[2 * j + 1] * n0, acc.tile[j].z);
-                    if (ONE) continue;
-                    acc.tile[j].y = __fmaf_rn(part[j][1], b.f[2 * j] * n1, acc.tile[j].y);
-                    acc.tile[j].w = __fmaf_rn(part[j][3], b.f[2 * j + 1] * n1, acc.tile[j].w);
-                }
+                for (uint32_t j = 0; j < NT; j++) mk_tile_add<ONE>(&acc.tile[j], part[j], b.f[2 * j], b.f[2 * j + 1], n0, n1);
             } else {
 #pragma unroll
                 for (uint32_t j = 0; j < NT; j++) {
@@ -192,13 +196,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, uin
                         }
                 }
 #pragma unroll
-                for (uint32_t j = 0; j < NT; j++) {
-                    acc.tile[j].x = __fmaf_rn(part[j][0], n0, acc.tile[j].x);
-                    acc.tile[j].z = __fmaf_rn(part[j][2], n0, acc.tile[j].z);
-                    if (ONE) continue;
-                    acc.tile[j].y = __fmaf_rn(part[j][1], n1, acc.tile[j].y);
-                    acc.tile[j].w = __fmaf_rn(part[j][3], n1, acc.tile[j].w);
-                }
+                for (uint32_t j = 0; j < NT; j++) mk_tile_add<ONE>(&acc.tile[j], part[j], 1, 1, n0, n1);
             }
         }
         if (!FP8 || b0 >= nk) mk_stage_leave(slot->bar + MK_EMPTY, lane);

@@ -733,6 +733,16 @@ MK_DEV void mk_packets_wait(const uint4 *base, const uint32_t (&at)[N], uint32_t
     mk_waited(looks);
 }
 
+/* The same of packets `stride` apart. */
+template <uint32_t N>
+MK_DEV void mk_packets_wait_every(const uint4 *base, uint32_t stride, uint32_t wanted, uint32_t epoch, uint32_t k, uint32_t row, uint32_t first, uint4 (&q)[N])
+{
+    uint32_t at[N];
+#pragma unroll
+    for (uint32_t j = 0; j < N; j++) at[j] = j * stride;
+    mk_packets_wait(base, at, wanted, epoch, k, row, first, q);
+}
+
 /* Waits for a BULK vector; all compute threads call it, and may then read the vector with loads that bypass L1. */
 MK_DEV void mk_bulk_wait(const mk_dev *d, const mk_wait *w)
 {

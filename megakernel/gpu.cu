@@ -110,10 +110,21 @@ static uint32_t scales_of(const mk_insn *in)
     default: return 0;
     }
 }
-/* A segment as stages hold it. */
-static int check_segment(uint32_t worker, const mk_insn *in, uint32_t rows, mk_err *err)
+/* Its rows; EXPERT_UP: of the longest slice. */
+static uint32_t rows_of(const mk_insn *in)
 {
-    AT_MOST("rows of a segment", MK_SEGMENT_ROWS, rows);
+    switch (in->opcode) {
+    case MK_OP_GEMV: return in->gemv.n * (in->gemv.epilogue == MK_EPI_SILU ? 2u : 1u);
+    case MK_OP_LM_HEAD: return in->lm_head.n;
+    case MK_OP_EXPERT_UP: return 2u * ((in->expert.inter + in->expert.T - 1) / in->expert.T);
+    case MK_OP_EXPERT_DOWN: return in->expert.n;
+    default: return 0;
+    }
+}
+/* A segment as stages hold it. */
+static int check_segment(uint32_t worker, const mk_insn *in, mk_err *err)
+{
+    AT_MOST("rows of a segment", MK_SEGMENT_ROWS, rows_of(in));
     AT_MOST("bytes of scales of a segment", MK_MOST_SCALES, scales_of(in));
     return MK_OK;
 }
@@ -122,7 +133,7 @@ static int check_gemv(const mk_program *p, uint32_t worker, const mk_insn *in, m
 {
     const mk_gemv *g = &in->gemv;
     const mk_vec *x = &p->vec[in->wait[0].vec];
-    uint32_t halves = g->epilogue == MK_EPI_SILU ? 2 : 1, planes = g->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
+    uint32_t planes = g->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
     if (planes != 1) {
         EXPECT("the type of an f32 input", MK_F32, x->dtype);
         EXPECT("the type of weights for an f32 input", MK_W_BF16, g->wtype);
@@ -136,7 +147,7 @@ static int check_gemv(const mk_program *p, uint32_t worker, const mk_insn *in, m
         const uint32_t *start = mk_vec_starts(p, x) + in->wait[0].slice0;
         for (uint32_t s = 0; s <= in->wait[0].nslice; s++) EXPECT("start of a slice", g->in_off + s * (group / per), start[s]);
     }
-    return check_segment(worker, in, g->n * halves, err);
+    return check_segment(worker, in, err);
 }
 
 static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, mk_err *err)
@@ -149,15 +160,15 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
     case MK_OP_GEMV:
         return check_gemv(p, worker, in, err);
     case MK_OP_LM_HEAD:
-        return check_segment(worker, in, in->lm_head.n, err);
+        return check_segment(worker, in, err);
     case MK_OP_EXPERT_UP:
         AT_MOST("columns of an expert", MK_STAGED_VALUES, e->k);
         AT_MOST("width of an expert times the square of its slices", 0xffffffffu, (uint64_t)e->inter * (e->T + 1) * e->T);
-        return check_segment(worker, in, 2 * ((e->inter + e->T - 1) / e->T), err);
+        return check_segment(worker, in, err);
     case MK_OP_EXPERT_DOWN:
         AT_MOST("columns of an expert", MK_STAGED_VALUES, e->k);
         EXPECT("the type of the experts' activations", MK_BF16, p->vec[in->wait[0].vec].dtype);
-        return check_segment(worker, in, e->n, err);
+        return check_segment(worker, in, err);
     case MK_OP_DELTA_STEP:
         EXPECT("taps", 4, in->delta.taps);
         EXPECT("key channels", 128, in->delta.dk);
@@ -294,7 +305,7 @@ static mk_expert_seg expert_seg(const mk_gpu *g, const mk_insn *in)
     s.nkb = (uint16_t)((e->k + values - 1) / values);
     s.rows = up ? 0 : (uint16_t)e->n;
     s.t = (uint16_t)e->t;
-    const uint32_t most = up ? 2u * ((e->inter + e->T - 1) / e->T) : e->n, less = up && e->inter >= e->T ? 2u * (e->inter / e->T) : most;
+    const uint32_t most = rows_of(in), less = up && e->inter >= e->T ? 2u * (e->inter / e->T) : most;
     s.most = (uint8_t)most;
     s.per_most = (uint8_t)mk_stage_kblocks(ring, e->wtype, most, s.nkb, 1, !up);
     s.per_less = (uint8_t)mk_stage_kblocks(ring, e->wtype, less, s.nkb, 1, !up);
@@ -375,7 +386,7 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
         mk_tile *t = &p.tile;
         t->wtype = wtype;
         t->halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1;
-        t->rows = lm ? l->n : v->n * t->halves;
+        t->rows = rows_of(in);
         t->nkb = s->nkb;
         t->per = s->per;
         t->nst = (s->nkb + s->per - 1u) / s->per;
@@ -585,8 +596,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             if (!in->tape_bytes || in->opcode == MK_OP_DELTA_STEP) continue;
             int lm = in->opcode == MK_OP_LM_HEAD;
             const mk_gemv *v = &in->gemv;
-            uint32_t halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1, wtype = lm ? in->lm_head.wtype : v->wtype;
-            uint32_t rows = lm ? in->lm_head.n : v->n * halves, kk = lm ? in->lm_head.k : v->k;
+            uint32_t wtype = lm ? in->lm_head.wtype : v->wtype, rows = rows_of(in), kk = lm ? in->lm_head.k : v->k;
             uint32_t scale_k = lm ? MK_SCALE_ROWS : v->scale_k, planes = !lm && v->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
             mk_tape_seg *s = &seg[n_seg++];
             s->off = p->tape_base[w % workers] + in->tape_off;
@@ -731,9 +741,8 @@ static int rings_of(const mk_program *p, uint32_t smem, mk_ring *ring, mk_err *e
     for (uint32_t k = 0; k < p->queue[p->info.workers]; k++) {
         const mk_insn *in = &p->insn[k];
         const uint32_t which = in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN ? MK_EXPERT : MK_TAPE, b = (scales_of(in) + 127) & ~127u;
-        const uint32_t rows = in->opcode == MK_OP_GEMV ? in->gemv.n * (in->gemv.epilogue == MK_EPI_SILU ? 2u : 1u) : in->opcode == MK_OP_LM_HEAD ? in->lm_head.n : 0;
         if (b > scales[which]) scales[which] = b;
-        if (rows > tallest) tallest = rows;
+        if (which == MK_TAPE && rows_of(in) > tallest) tallest = rows_of(in);
     }
     const uint32_t least = experts ? MK_STAGE_EXPERT + scales[MK_EXPERT] : 0, need = MK_STATIC_STAGES * (MK_STAGE_LEAST + scales[MK_TAPE]) + MK_EXPERT_STAGES * least;
     if (fixed + need > smem)
