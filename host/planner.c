@@ -104,8 +104,7 @@ uint32_t mk_pub(mk_builder *b, uint32_t vec)
 
 /* ---- splitting ------------------------------------------------------------------------------------------------------ */
 
-/* Bytes of one row (pair) of a part, scales included on average. */
-static double row_cost(const mk_part *p)
+double mk_row_cost(const mk_part *p)
 {
     double k = p->mat->k, bytes = p->mat->wtype == MK_W_FP8 ? k + k / p->mat->scale_k * 4 / 128 : 2 * k;
     return p->up ? 2 * bytes : bytes;
@@ -114,7 +113,7 @@ static double row_cost(const mk_part *p)
 static double group_cost(const mk_part *parts, uint32_t n)
 {
     double c = 0;
-    for (uint32_t i = 0; i < n; i++) c += row_cost(&parts[i]) * parts[i].rows;
+    for (uint32_t i = 0; i < n; i++) c += mk_row_cost(&parts[i]) * parts[i].rows;
     return c;
 }
 
@@ -124,7 +123,7 @@ static uint32_t row_at(const mk_part *parts, uint32_t n, double cost, double *re
     uint32_t row = 0;
     double at = 0;
     for (uint32_t i = 0; i < n; i++) {
-        double c = row_cost(&parts[i]), all = c * parts[i].rows;
+        double c = mk_row_cost(&parts[i]), all = c * parts[i].rows;
         if (at + all <= cost + c * 1e-6) {
             at += all;
             row += parts[i].rows;
@@ -140,50 +139,125 @@ static uint32_t row_at(const mk_part *parts, uint32_t n, double cost, double *re
     return row;
 }
 
+static uint32_t piece_limit(const mk_part *p)
+{
+    return p->piece ? p->piece : p->up ? MK_SEGMENT_ROWS / 2 : MK_SEGMENT_ROWS;
+}
+
+/* Whether slices of n values can be dealt to those who read the part's vector. */
+static int readable(const mk_part *p, uint32_t n)
+{
+    mk_deal d;
+    return mk_slices_deal(p->read_dtype, 0, n, 0, p->read_k, 0, &d) && (!p->read_every || mk_slices_deal(p->read_dtype, 0, n, p->read_every % n, p->read_k, 0, &d));
+}
+
+uint32_t mk_even_rows(const mk_part *p, uint32_t workers)
+{
+    uint32_t limit = piece_limit(p), least = (p->rows + workers - 1) / workers;
+    for (uint32_t r = least; p->read_k && r <= p->rows && r <= 2 * least + MK_SEGMENT_ROWS; r++) {
+        uint32_t pieces = (r + limit - 1) / limit, n = r / pieces, rest = p->rows % r; /* mk_each_piece: the last worker's must be pieces of n, too */
+        if (r % pieces == 0 && (rest <= n || rest == n * ((rest + limit - 1) / limit)) && readable(p, n)) return r;
+    }
+    return 0;
+}
+
+/* What the busiest worker may read more: 0.6 us of an H200's reading, or little of the phase. Looking each packet of a vector up costs every worker about as much. */
+#define EVEN_BYTES 20e3
+#define EVEN_PART  0.06
+int mk_even_pays(double even, double best)
+{
+    return even <= best + EVEN_BYTES || even <= best * (1 + EVEN_PART);
+}
+const char mk_why_h[] = "rows of h are whole, its slices alike: ceil(hidden / workers) or a little more over the mean";
+const char mk_why_even[] = "slices are alike, so that who gathers their packets knows where values belong";
+
+/* Rows a worker of a group that is cut into slices that can be dealt; 0: it is not. */
+static uint32_t group_even(const mk_part *parts, uint32_t n, uint32_t workers, int even)
+{
+    return even && n == 1 ? mk_even_rows(parts, workers) : 0;
+}
+
 /* Every worker has rows of all groups: evenly cut, whatever tensor a row belongs to. */
-static void split_rows(uint32_t workers, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut)
+static void split_rows(uint32_t workers, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, int even, uint32_t *cut)
 {
     double total = 0;
     for (uint32_t g = 0; g < groups; g++) total += group_cost(parts[g], n_parts[g]);
     for (uint32_t w = 0; w <= workers; w++) {
         double used = 0;
         for (uint32_t g = 0; g < groups; g++) {
-            uint32_t *c = cut + g * (workers + 1), rows = 0;
+            uint32_t *c = cut + g * (workers + 1), rows = 0, alike = group_even(parts[g], n_parts[g], workers, even);
             for (uint32_t i = 0; i < n_parts[g]; i++) rows += parts[g][i].rows;
             double reached = 0, own = group_cost(parts[g], n_parts[g]);
             /* earlier groups evenly among themselves; the last one evens out the phase */
             double want = g + 1 < groups ? own * w / workers : total * w / workers - used;
-            c[w] = w == workers ? rows : row_at(parts[g], n_parts[g], want, &reached);
+            if (alike) {
+                c[w] = w * alike < rows ? w * alike : rows;
+                reached = c[w] * mk_row_cost(parts[g]);
+            } else {
+                c[w] = w == workers ? rows : row_at(parts[g], n_parts[g], want, &reached);
+            }
             if (w && c[w] < c[w - 1]) c[w] = c[w - 1];
             if (w < workers) used += reached;
         }
     }
 }
 
-/* Every worker has rows of one part. own: workers of each part, all groups' in a row; more workers than parts. */
-static void split_workers(uint32_t workers, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *own, uint32_t *cut)
+/* Rows of the busiest of a part's own workers. even: of the part's slices, if they are to be dealt. */
+static uint32_t share(const mk_part *p, uint32_t workers, int even)
 {
-    uint32_t n = 0;
-    for (uint32_t g = 0; g < groups; g++)
-        for (uint32_t i = 0; i < n_parts[g]; i++) own[n++] = 1;
-    for (uint32_t left = workers - n; left; left--) {
+    uint32_t alike = even ? mk_even_rows(p, workers) : 0;
+    return alike ? alike : (p->rows + workers - 1) / workers;
+}
+
+/* Gives `left` workers, one after the other, to the part whose busiest worker has most to do; slices that are to be dealt get shorter with several workers more, or
+ * not at all. Returns how many are left. */
+static uint32_t give_workers(const mk_part *const *list, const uint8_t *even, uint32_t n, uint32_t left, uint32_t *own, uint8_t *done)
+{
+    while (left) {
         double most = -1;
-        uint32_t at = 0, p = 0;
-        for (uint32_t g = 0; g < groups; g++)
-            for (uint32_t i = 0; i < n_parts[g]; i++, p++) {
-                double c = row_cost(&parts[g][i]) * ((parts[g][i].rows + own[p] - 1) / own[p]);
-                if (c > most) most = c, at = p;
-            }
-        own[at]++;
+        uint32_t at = n, rows = 0, more = 1;
+        for (uint32_t p = 0; p < n; p++) {
+            uint32_t r = share(list[p], own[p], even[p]);
+            if (!done[p] && r * mk_row_cost(list[p]) > most) most = r * mk_row_cost(list[p]), at = p, rows = r;
+        }
+        if (at == n) break;
+        while (even[at] && more <= left && share(list[at], own[at] + more, 1) >= rows) more++;
+        done[at] = more > left;
+        if (done[at]) continue;
+        own[at] += more;
+        left -= more;
     }
+    return left;
+}
+
+/* Every worker has rows of one part. own: workers of each part, all groups' in a row; more workers than parts. list, mark: scratch, as many, twice as many. */
+static void split_workers(uint32_t workers, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, int alike, uint32_t *own, const mk_part **list,
+                          uint8_t *mark, uint32_t *cut)
+{
+    uint32_t n = 0, left;
+    double most = 0;
+    for (uint32_t g = 0; g < groups; g++)
+        for (uint32_t i = 0; i < n_parts[g]; i++) own[n] = 1, list[n++] = &parts[g][i];
+    uint8_t *even = mark, *done = mark + n;
+    memset(done, 0, n);
+    for (uint32_t g = 0, p = 0; g < groups; p += n_parts[g++])
+        for (uint32_t i = 0; i < n_parts[g]; i++) even[p + i] = alike && n_parts[g] == 1 && list[p]->read_k;
+    left = give_workers(list, even, n, workers - n, own, done);
+    /* What does not shorten the longest share is left to parts of any slices: the router's logits, of which everybody waits for the last, come earlier. */
+    for (uint32_t p = 0; p < n; p++)
+        if (share(list[p], own[p], even[p]) * mk_row_cost(list[p]) > most) most = share(list[p], own[p], even[p]) * mk_row_cost(list[p]);
+    for (uint32_t p = 0; p < n; p++)
+        for (done[p] = even[p]; even[p] && own[p] > 1 && share(list[p], own[p] - 1, 1) * mk_row_cost(list[p]) <= 1.01 * most; own[p]--) left++;
+    give_workers(list, even, n, left, own, done);
     uint32_t w0 = 0, p = 0;
     for (uint32_t g = 0; g < groups; g++) {
         uint32_t *c = cut + g * (workers + 1), row0 = 0;
         for (uint32_t w = 0; w <= w0; w++) c[w] = 0;
         for (uint32_t i = 0; i < n_parts[g]; i++, p++) {
-            for (uint32_t k = 1; k <= own[p]; k++) c[w0 + k] = row0 + mk_start(k, parts[g][i].rows, own[p]);
+            uint32_t rows = parts[g][i].rows, each = even[p] ? mk_even_rows(list[p], own[p]) : 0;
+            for (uint32_t k = 1; k <= own[p]; k++) c[w0 + k] = row0 + (!each ? mk_start(k, rows, own[p]) : k * each < rows ? k * each : rows);
             w0 += own[p];
-            row0 += parts[g][i].rows;
+            row0 += rows;
         }
         for (uint32_t w = w0 + 1; w <= workers; w++) c[w] = row0;
     }
@@ -196,7 +270,7 @@ static void add_cost(mk_builder *b, uint32_t w, const mk_part *part, uint32_t fi
 {
     double *load = arg;
     (void)b, (void)first, (void)slice;
-    load[w] += rows * row_cost(part) + INSN_BYTES;
+    load[w] += rows * mk_row_cost(part) + INSN_BYTES;
 }
 /* load: [workers], scratch. */
 static double busiest_worker(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, const uint32_t *cut, double *load)
@@ -210,25 +284,59 @@ static double busiest_worker(mk_builder *b, const mk_part *const *parts, const u
     return most;
 }
 
-void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut)
+/* Where mk_split works. */
+typedef struct splitting {
+    uint32_t *own, *whole, *even; /* cuts: as `cut` */
+    const mk_part **list;
+    uint8_t *mark;
+    double *load;
+} splitting;
+
+/* All rows evenly or whole workers, whichever is better; returns the busiest worker's bytes. */
+static double split_best(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, int even, splitting *s, uint32_t *cut, int *whole)
 {
     uint32_t W = b->cfg->workers, n = 0;
-    b->whole = 0;
-    split_rows(W, parts, n_parts, groups, cut);
+    split_rows(W, parts, n_parts, groups, even, cut);
+    double rows = busiest_worker(b, parts, n_parts, groups, cut, s->load);
     for (uint32_t g = 0; g < groups; g++) n += n_parts[g];
-    if (n == 1 || n > W) return;
-    uint32_t *own = malloc(n * sizeof *own), *whole = malloc((size_t)groups * (W + 1) * sizeof *whole);
-    double *load = malloc(W * sizeof *load);
-    if (!own || !whole || !load) {
+    *whole = 0;
+    if (n == 1 || n > W) return rows;
+    split_workers(W, parts, n_parts, groups, even, s->own, s->list, s->mark, s->whole);
+    double workers = busiest_worker(b, parts, n_parts, groups, s->whole, s->load);
+    *whole = workers < rows;
+    if (*whole) memcpy(cut, s->whole, (size_t)groups * (W + 1) * sizeof *cut);
+    return *whole ? workers : rows;
+}
+
+void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut)
+{
+    size_t cuts = (size_t)groups * (b->cfg->workers + 1);
+    uint32_t n = 0, read = 0;
+    for (uint32_t g = 0; g < groups; g++) {
+        n += n_parts[g];
+        read += n_parts[g] == 1 && parts[g]->read_k;
+    }
+    splitting s = {malloc(n * sizeof *s.own), malloc(cuts * sizeof *s.whole), malloc(cuts * sizeof *s.even), malloc(n * sizeof *s.list), malloc(2 * n),
+                   malloc(b->cfg->workers * sizeof *s.load)};
+    memset(cut, 0, cuts * sizeof *cut);
+    b->why = NULL;
+    if (!s.own || !s.whole || !s.even || !s.list || !s.mark || !s.load) {
         fail_memory(b);
     } else {
-        split_workers(W, parts, n_parts, groups, own, whole);
-        b->whole = busiest_worker(b, parts, n_parts, groups, whole, load) < busiest_worker(b, parts, n_parts, groups, cut, load);
-        if (b->whole) memcpy(cut, whole, (size_t)groups * (W + 1) * sizeof *whole);
+        int whole, whole_even;
+        double best = split_best(b, parts, n_parts, groups, 0, &s, cut, &whole);
+        if (whole) b->why = "each worker has rows of one tensor: a second instruction costs more than an even cut saves";
+        if (read && mk_even_pays(split_best(b, parts, n_parts, groups, 1, &s, s.even, &whole_even), best)) {
+            memcpy(cut, s.even, cuts * sizeof *cut);
+            b->why = mk_why_even;
+        }
     }
-    free(own);
-    free(whole);
-    free(load);
+    free(s.own);
+    free(s.whole);
+    free(s.even);
+    free(s.list);
+    free(s.mark);
+    free(s.load);
 }
 
 uint32_t mk_each_piece(mk_builder *b, const mk_part *parts, uint32_t n_parts, const uint32_t *cut, mk_piece_fn f, void *arg)
@@ -239,7 +347,7 @@ uint32_t mk_each_piece(mk_builder *b, const mk_part *parts, uint32_t n_parts, co
         for (uint32_t i = 0; i < n_parts; at += parts[i].rows, i++) {
             uint32_t lo = cut[w] > at ? cut[w] : at, hi = cut[w + 1] < at + parts[i].rows ? cut[w + 1] : at + parts[i].rows;
             if (lo >= hi) continue;
-            uint32_t limit = parts[i].piece ? parts[i].piece : parts[i].up ? MK_SEGMENT_ROWS / 2 : MK_SEGMENT_ROWS, pieces = (hi - lo + limit - 1) / limit;
+            uint32_t limit = piece_limit(&parts[i]), pieces = (hi - lo + limit - 1) / limit;
             for (uint32_t k = 0; k < pieces; k++) {
                 uint32_t a = lo + mk_start(k, hi - lo, pieces), e = lo + mk_start(k + 1, hi - lo, pieces);
                 f(b, w, &parts[i], a - at, e - a, slice++, arg);
@@ -398,7 +506,7 @@ void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t
                                     .nseg = g->nseg,
                                     .dst = in->tape_off});
     q->tape += in->tape_bytes;
-    b->load[w] += (uint64_t)(row_cost(part) * rows);
+    b->load[w] += (uint64_t)(mk_row_cost(part) * rows);
 }
 
 void mk_emit_low_rank(mk_builder *b, uint32_t w, mk_insn *in, uint32_t which, const mk_mat *mat, uint32_t row0, uint32_t rows)
@@ -470,8 +578,8 @@ void mk_phase_end(mk_builder *b, const char *name, uint32_t layer, const char *r
         ph->total += b->load[w];
         if (b->load[w] > ph->max) ph->max = b->load[w];
     }
-    ph->reason = reason || !b->whole ? reason : "each worker has rows of one tensor: a second instruction costs more than an even cut saves";
-    b->whole = 0;
+    ph->reason = b->why == mk_why_even || !reason ? b->why : reason;
+    b->why = NULL;
 }
 
 uint32_t mk_item_slices(uint32_t items, uint32_t width, uint32_t workers)

@@ -136,6 +136,6 @@ void mk_plan_delta(mk_builder *b, mk_roles *R, uint32_t layer)
                       .eps = d->o_eps, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
     mk_phase_begin(b);
     mk_emit_gemv(b, layer, &o, 1, R->h_cut, &u);
-    mk_phase_end(b, "o", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
+    mk_phase_end(b, "o", layer, mk_why_h);
     R->h_pub = pub;
 }

@@ -23,6 +23,15 @@ static void gqa_splits(uint32_t kv_heads, uint32_t dim, uint8_t *grain, uint8_t 
     *most = (uint8_t)(n > MK_MAX_SPLITS ? MK_MAX_SPLITS : n < 2 ? 2 : n);
 }
 
+/* Workers that share the items: those with rows of h, if no row has more items, because others have little to do between one attention and the next, and a controller that is
+ * that near cannot prepare it (gpu.cu, `spaced`). */
+static uint32_t gqa_parts(const mk_builder *b, const mk_roles *R, uint32_t kv_heads, uint32_t most)
+{
+    uint32_t W = b->cfg->workers, n = W;
+    while (n > 1 && R->h_cut[n] == R->h_cut[n - 1]) n--;
+    return most * kv_heads <= n ? n : W;
+}
+
 /* While a row has one split, worker i attends to KV head i and all others wait for it. It has no rows of q, k and v, then, if that leaves the others no more than one more each:
  * it waits for theirs with everything else asked for and done. */
 static void split_qkv(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, const mk_gqa_mixer *a, uint32_t *cut)
@@ -55,6 +64,9 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
     const mk_part *g1[1] = {qkv};
     uint32_t n1[1] = {3};
     split_qkv(b, g1, n1, a, cut);
+    uint8_t grain, most;
+    gqa_splits(a->kv_heads, dim, &grain, &most);
+    const uint32_t parts = gqa_parts(b, R, a->kv_heads, most);
     if (!R->have_gqa) {
         R->have_gqa = 1;
         R->gqa = a;
@@ -66,7 +78,7 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
         for (uint32_t i = 0; i <= items; i++) st[i] = i * cw;
         R->gqa_qkv = mk_vec_split(b, "attn qkv", mk_act(b), qkv, 3, cut);
         R->gqa_cache = mk_vec_bulk(b, "kvcache", 0, a->kv_heads);
-        R->gqa_part = mk_vec_bulk(b, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * heads * mk_partial_floats(dim) * 4, W);
+        R->gqa_part = mk_vec_bulk(b, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * heads * mk_partial_floats(dim) * 4, parts);
         R->gqa_o = mk_vec_packet(b, "attn o", mk_act(b), 0, 0, st, items);
         free(st);
     }
@@ -95,8 +107,9 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
     qg.param_off = qg.norm ? mk_norm_param(b, &a->q_norm) : (uint32_t)b->param;
     mk_param_values(b, a->inv_freq, a->rope / 2);
     qg.scale = a->scale;
-    qg.parts = W;
-    gqa_splits(a->kv_heads, dim, &qg.grain, &qg.most);
+    qg.parts = parts;
+    qg.grain = grain;
+    qg.most = most;
 
     for (uint32_t i = 0; i < a->kv_heads; i++) {
         mk_insn *in = mk_emit(b, mk_start(i, W, a->kv_heads), MK_OP_GQA_APPEND, layer);
@@ -105,7 +118,7 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
         mk_wait_values(b, in, R->gqa_qkv, qkv_pub, kg.k_off + i * dim, kg.v_off - kg.k_off + dim);
         mk_signal(in, R->gqa_cache, cache_pub, 0);
     }
-    for (uint32_t w = 0; w < W; w++) {
+    for (uint32_t w = 0; w < parts; w++) {
         mk_insn *in = mk_emit(b, w, MK_OP_GQA_PARTIAL, layer);
         in->gqa = qg;
         in->gqa.part = w;
@@ -115,7 +128,7 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
     }
     for (uint32_t i = 0; i < items; i++) {
         mk_insn *in = mk_emit(b, mk_start(i, W, items), MK_OP_COMBINE, layer);
-        in->mla = (mk_mla){.kv_off = g.kv_off, .head0 = i / cs, .heads = 1, .latent = (uint16_t)dim, .all_heads = heads, .parts = W,
+        in->mla = (mk_mla){.kv_off = g.kv_off, .head0 = i / cs, .heads = 1, .latent = (uint16_t)dim, .all_heads = heads, .parts = parts,
                            .grain = qg.grain, .most = qg.most, .first = i % cs * cw, .n = cw};
         mk_wait_all(b, in, R->gqa_part, part_pub);
         if (a->gated) {
@@ -130,6 +143,6 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
     mk_gemv_spec u = {.in_vec = R->gqa_o, .in_pub = o_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
     mk_phase_begin(b);
     mk_emit_gemv(b, layer, &o, 1, R->h_cut, &u);
-    mk_phase_end(b, "attn o", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
+    mk_phase_end(b, "attn o", layer, mk_why_h);
     R->h_pub = pub;
 }

@@ -24,7 +24,7 @@ typedef struct mk_builder {
     uint32_t n_counter;
     uint64_t exchange, bulk, local, state, expert, param, tape_ignored;
     uint64_t *load;       /* [workers] bytes of the current phase */
-    int whole;            /* the last split gave whole workers to each part */
+    const char *why;      /* the last split's reason for not being even, or NULL */
     mk_err *err;
     int failed;
 } mk_builder;
@@ -35,6 +35,10 @@ typedef struct mk_part {
     uint32_t row0, rows, in_off;
     float scale; /* of the output; 0: 1 */
     uint32_t piece; /* rows of an instruction at most; 0: MK_SEGMENT_ROWS */
+    /* GEMV, LM_HEAD or EXPERT_UP gathers the vector of these rows, read_k values of read_dtype each, the next reader's first read_every values on (0: all the same);
+     * read_k 0: none does. Slices are alike then, if that costs little (mk_split). */
+    uint32_t read_k, read_every;
+    uint8_t read_dtype;
 } mk_part;
 
 /* How a group of parts becomes GEMV instructions. */
@@ -50,7 +54,9 @@ typedef struct mk_gemv_spec {
 } mk_gemv_spec;
 
 /* cut[g * (workers + 1) + w]: first row of worker w in group g (rows of the group's parts, concatenated). Whole workers for each part, or all rows evenly,
- * whichever leaves the busiest worker less to do: an instruction of its own for a few rows costs more than they do. */
+ * whichever leaves the busiest worker less to do: an instruction of its own for a few rows costs more than they do.
+ * A vector that a GEMV gathers (a group of one part with read_k) gets slices that can be dealt (mk_vec_deal), the last workers perhaps none, unless the busiest worker
+ * has much more to do then. */
 void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut);
 
 /* Calls f for every non-empty piece of every worker, in worker order; a piece is of one part and at most MK_SEGMENT_ROWS matrix rows.
@@ -132,6 +138,21 @@ static inline mk_part mk_whole(const mk_mat *m)
 {
     return (mk_part){.mat = m, .rows = m->n};
 }
+/* The same, of which GEMVs read k values each, every so many values (0: all the same). */
+static inline mk_part mk_read(const mk_builder *b, mk_part p, uint32_t k, uint32_t every)
+{
+    p.read_dtype = (uint8_t)mk_act(b);
+    p.read_k = k;
+    p.read_every = every;
+    return p;
+}
+/* Rows of the busiest of so many workers if they share a part in slices that can be dealt: the fewest, ceil(rows / workers) or more; 0: there are no such slices. */
+uint32_t mk_even_rows(const mk_part *p, uint32_t workers);
+/* Whether the busiest worker may have `even` bytes to do instead of `best` for the sake of slices that can be dealt. */
+int mk_even_pays(double even, double best);
+double mk_row_cost(const mk_part *p); /* bytes of a row (pair), scales included on average */
+extern const char mk_why_even[];      /* the reason of such a split */
+extern const char mk_why_h[];         /* of phases whose rows are those of h */
 /* One shape of each kind a model: what differs would need vectors of its own. Returns `same`. */
 int mk_same_shape(mk_builder *b, const char *what, uint32_t layer, int same);
 

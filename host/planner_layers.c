@@ -48,8 +48,10 @@ static struct pieces pieces_of(mk_builder *b, const mk_part *part, const uint32_
 
 /* ---- latent attention ----------------------------------------------------------------------------------------------- */
 
+static const char by_heads[] = "each worker has rows of one head: ceil(rows / floor(workers / heads)) over the mean";
+
 /* Rows of matrices of equal height, a head each, whose inputs differ: a worker has rows of one head, because a second instruction, with an input of its own, costs more
- * than the evenest cut saves. More heads than workers: as evenly as it goes. */
+ * than the evenest cut saves. More heads than workers: as evenly as it goes. Slices that can be dealt are alike in all heads. */
 static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint32_t workers, uint32_t *cut)
 {
     uint32_t W = workers, rows = part->rows;
@@ -58,9 +60,21 @@ static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint
         mk_split(b, g, &heads, 1, cut);
         return;
     }
+    uint32_t each = W / heads, most = rows % 2 ? (rows + each - 1) / each : 2 * ((rows / 2 + each - 1) / each), alike = 0;
+    b->why = by_heads;
+    for (uint32_t n = each; n && !alike; n--) {
+        alike = mk_even_rows(part, n);
+        if (alike && rows % alike) alike = 0;
+    }
+    if (alike && !mk_even_pays(alike * mk_row_cost(part), most * mk_row_cost(part))) alike = 0;
+    if (alike > most) b->why = mk_why_even;
     for (uint32_t h = 0; h < heads; h++) {
         uint32_t first = mk_start(h, W, heads), n = mk_start(h + 1, W, heads) - first;
-        for (uint32_t k = 0; k < n; k++) cut[first + k] = h * rows + (rows % 2 ? mk_start(k, rows, n) : 2 * mk_start(k, rows / 2, n)); /* pairs of values stay together */
+        for (uint32_t k = 0; k < n; k++) {
+            uint32_t at = rows % 2 ? mk_start(k, rows, n) : 2 * mk_start(k, rows / 2, n); /* pairs of values stay together */
+            if (alike) at = k * alike < rows ? k * alike : rows;
+            cut[first + k] = h * rows + at;
+        }
     }
     for (uint32_t w = W; w <= b->cfg->workers; w++) cut[w] = heads * rows;
 }
@@ -76,7 +90,8 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
                                        R->mla->nope == a->nope && R->mla->v == a->v && R->mla->q_a.n == a->q_a.n))
         return;
     /* A factor on the rotated part of a score is one on k_pe. */
-    mk_part kv[2] = {mk_whole(&a->kv_a), mk_whole(&a->kv_a)}, q = mk_whole(&a->q), qa = two_step ? mk_whole(&a->q_a) : q;
+    mk_part kv[2] = {mk_whole(&a->kv_a), mk_whole(&a->kv_a)}, q = mk_read(b, mk_whole(&a->q), a->nope, a->nope + a->rope);
+    mk_part qa = two_step ? mk_read(b, mk_whole(&a->q_a), a->q_a.n, 0) : q;
     mk_part *uk = calloc(heads, sizeof *uk), *uv = calloc(heads, sizeof *uv);
     uint32_t *st = calloc(items + 1, sizeof *st);
     uint32_t *cut = R->cut[0], *cut_q = R->cut[2], *cut_k = calloc(W + 1, sizeof *cut_k), *cut_v = calloc(W + 1, sizeof *cut_v);
@@ -86,7 +101,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     }
     for (uint32_t h = 0; h < heads; h++) {
         uk[h] = (mk_part){.mat = &a->uk, .row0 = h * a->latent, .rows = a->latent, .in_off = h * (a->nope + a->rope)};
-        uv[h] = (mk_part){.mat = &a->uv, .row0 = h * a->v, .rows = a->v, .in_off = h * a->latent};
+        uv[h] = mk_read(b, (mk_part){.mat = &a->uv, .row0 = h * a->v, .rows = a->v, .in_off = h * a->latent}, heads * a->v, 0);
     }
     uint32_t n_kv = a->rope && a->rope_scale != 1 ? 2 : 1;
     if (n_kv == 2) {
@@ -96,12 +111,16 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     }
     const mk_part *g1[2] = {kv, &qa}, *gq[1] = {&q};
     uint32_t n1[2] = {n_kv, 1}, one[1] = {1};
-    const char *by_heads = heads <= W ? "each worker has rows of one head: ceil(rows / floor(workers / heads)) over the mean" : NULL;
+    const char *why[4]; /* of the splits, until their phases are there */
     mk_split(b, g1, n1, 2, cut);
+    why[0] = b->why;
     mk_split(b, gq, one, 1, cut_q);
+    why[1] = b->why;
     /* the last worker appends to the cache meanwhile: it has no head if the busiest is no busier for it */
     split_heads(b, uk, heads, W > heads && (W - 1) / heads == W / heads ? W - 1 : W, cut_k);
+    why[2] = b->why;
     split_heads(b, uv, heads, W, cut_v);
+    why[3] = b->why;
     if (!R->have_mla) {
         R->have_mla = 1;
         R->mla = a;
@@ -130,6 +149,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
         s.out_vec = R->q, s.out_pub = q_pub;
     }
     mk_emit_gemv(b, layer, &qa, 1, cut + W + 1, &s);
+    b->why = why[0];
     mk_phase_end(b, two_step ? "kv_a q_a" : "kv_a q", layer,
                  a->kv_a.n + qa.rows < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
     if (two_step) {
@@ -137,6 +157,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
                           .eps = a->q_a_norm.eps, .out_vec = R->q, .out_pub = q_pub};
         mk_phase_begin(b);
         mk_emit_gemv(b, layer, &q, 1, cut_q, &t);
+        b->why = why[1];
         mk_phase_end(b, "q_b", layer, q.rows < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
     }
 
@@ -153,7 +174,8 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     mk_signal(in, R->kvc, kvc_pub, 0);
     mk_gemv_spec k = {.in_vec = R->q, .in_pub = q_pub, .out_vec = R->qt, .out_pub = qt_pub};
     mk_emit_gemv(b, layer, uk, heads, cut_k, &k);
-    mk_phase_end(b, "uk", layer, by_heads ? by_heads : heads * a->latent < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+    b->why = why[2];
+    mk_phase_end(b, "uk", layer, heads <= W ? NULL : heads * a->latent < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
 
     for (uint32_t w = 0; w < W; w++) {
         in = mk_emit(b, w, MK_OP_MLA_PARTIAL, layer);
@@ -178,14 +200,15 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     mk_phase_begin(b);
     mk_gemv_spec v = {.in_vec = R->lat, .in_pub = lat_pub, .out_vec = R->v, .out_pub = v_pub};
     mk_emit_gemv(b, layer, uv, heads, cut_v, &v);
-    mk_phase_end(b, "uv", layer, by_heads ? by_heads : heads * a->v < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+    b->why = why[3];
+    mk_phase_end(b, "uv", layer, heads <= W ? NULL : heads * a->v < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
 
     mk_part o = mk_whole(&a->o);
     uint32_t pub = mk_pub(b, R->h);
     mk_gemv_spec u = {.in_vec = R->v, .in_pub = v_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
     mk_phase_begin(b);
     mk_emit_gemv(b, layer, &o, 1, R->h_cut, &u);
-    mk_phase_end(b, "o", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
+    mk_phase_end(b, "o", layer, mk_why_h);
     R->h_pub = pub;
 done:
     free(uk), free(uv), free(st), free(cut_k), free(cut_v);
@@ -198,7 +221,7 @@ static void dense_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     const mk_layer *L = &b->m->layer[layer];
     const mk_ffn_dense *d = &L->dense;
     if (R->have_dense && !mk_same_shape(b, "dense", layer, R->dense->inter == d->inter)) return;
-    mk_part up = {.mat = &d->gate, .up = &d->up, .rows = d->inter}, down = mk_whole(&d->down);
+    mk_part up = mk_read(b, (mk_part){.mat = &d->gate, .up = &d->up, .rows = d->inter}, d->inter, 0), down = mk_whole(&d->down);
     const mk_part *g[1] = {&up};
     uint32_t one[1] = {1};
     mk_split(b, g, one, 1, R->cut[0]);
@@ -216,7 +239,7 @@ static void dense_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     mk_gemv_spec t = {.in_vec = R->ffn, .in_pub = u_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub, .out_vec = R->h, .out_pub = pub};
     mk_phase_begin(b);
     mk_emit_gemv(b, layer, &down, 1, R->h_cut, &t);
-    mk_phase_end(b, "ffn down", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
+    mk_phase_end(b, "ffn down", layer, mk_why_h);
     R->h_pub = pub;
 }
 
@@ -279,8 +302,8 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
                                    R->moe->experts == m->experts && R->moe->topk == m->topk && R->moe->inter == m->inter &&
                                        R->moe->shared.inter == sh->inter && R->moe->shared_gate.source == m->shared_gate.source))
         return;
-    mk_part router = mk_whole(&m->router), up = {.mat = &sh->gate, .up = &sh->up, .rows = sh->inter}, down = mk_whole(&sh->down);
-    mk_part gate = mk_whole(&m->shared_gate);
+    mk_part router = mk_whole(&m->router), up = mk_read(b, (mk_part){.mat = &sh->gate, .up = &sh->up, .rows = sh->inter}, sh->inter, 0);
+    mk_part gate = mk_whole(&m->shared_gate), down = mk_whole(&sh->down);
     int gated = sh->inter && m->shared_gate.source != MK_SRC_NONE;
     const mk_part *g[3] = {&router, gated ? &gate : &up, &up};
     uint32_t n[3] = {1, 1, 1}, *cut = R->cut[0], *up_cut = cut + (1 + gated) * (W + 1);
@@ -396,7 +419,7 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
         b->load[w] += (uint64_t)rows * m->inter * m->topk * (wt == MK_W_FP8 ? 1 : 2);
     }
     free(h.v);
-    mk_phase_end(b, "expert down", layer, "rows of h are whole: ceil(hidden / workers) over the mean");
+    mk_phase_end(b, "expert down", layer, mk_why_h);
     R->h_pub = pub;
 }
 
@@ -404,9 +427,11 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
 
 static void embed_and_h(mk_builder *b, mk_roles *R)
 {
-    uint32_t W = b->cfg->workers, hidden = b->m->hidden;
-    mk_part p = {.mat = &b->m->embed, .rows = hidden};
-    for (uint32_t w = 0; w <= W; w++) R->h_cut[w] = mk_start(w, hidden, W);
+    uint32_t hidden = b->m->hidden;
+    mk_part p = {.mat = &b->m->embed, .rows = hidden, .read_dtype = MK_F32, .read_k = hidden};
+    const mk_part *g[1] = {&p};
+    uint32_t one[1] = {1};
+    mk_split(b, g, one, 1, R->h_cut);
     R->h = mk_vec_split(b, "h", MK_F32, &p, 1, R->h_cut);
     R->h_pub = mk_pub(b, R->h);
     struct pieces h = pieces_of(b, &p, R->h_cut);

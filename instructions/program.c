@@ -26,6 +26,43 @@ const char *mk_opcode_name(unsigned op)
     return op < MK_OP_COUNT && name[op] ? name[op] : "?";
 }
 
+int mk_slices_deal(uint32_t dtype, uint32_t trailer, uint32_t n, uint32_t first, uint32_t k, uint32_t head, mk_deal *out)
+{
+    const mk_vec v = {.scope = MK_PACKET, .dtype = (uint8_t)dtype, .trailer = (uint8_t)trailer};
+    const uint32_t packet = dtype == MK_F32 ? 3 : 6;
+    if (!n || n > 0xffff || !k) return 0;
+    mk_deal d = {.slice = (uint16_t)n, .per = (uint16_t)mk_slice_packets(&v, n)};
+    if (!head && !trailer && n % packet == 0) {
+        if (first % packet) return 0;
+        d = (mk_deal){.packets = (uint16_t)(MK_DEAL_ROW / packet), .values = MK_DEAL_ROW, .slice = (uint16_t)packet, .per = 1};
+    } else {
+        uint32_t slices = head ? head / n : 1;
+        if (first || d.per > MK_DEAL_PACKETS || (head && (!trailer || head % n || k % head))) return 0;
+        while (!head && 2 * slices * d.per <= MK_DEAL_PACKETS) slices *= 2;
+        if (!slices || slices * d.per > MK_DEAL_PACKETS || slices * n % MK_DEAL_VALUES) return 0;
+        d.packets = (uint16_t)(slices * d.per);
+        d.values = (uint16_t)(slices * n);
+    }
+    uint32_t groups = (k + d.values - 1) / d.values, loads = (d.packets + MK_DEAL_PACKETS - 1) / MK_DEAL_PACKETS;
+    if ((groups + MK_DEAL_WARPS - 1) / MK_DEAL_WARPS * loads > MK_DEAL_LOADS) return 0;
+    *out = d;
+    return 1;
+}
+
+int mk_vec_deal(const mk_vec *v, const uint32_t *start, uint32_t slice0, uint32_t nslice, uint32_t in_off, uint32_t k, uint32_t head, mk_deal *out)
+{
+    if (v->scope != MK_PACKET || !nslice || slice0 >= v->nslice || nslice > v->nslice - slice0) return 0;
+    const uint32_t *own = start + slice0, n = own[1] - own[0], end = slice0 + nslice == v->nslice;
+    if (in_off < own[0] || in_off >= own[nslice] || k > own[nslice] - in_off) return 0;
+    for (uint32_t s = 1; s < nslice; s++) {
+        uint32_t more = own[s + 1] - own[s];
+        if (!more || more > n || (more < n && (head || !end || s + 1 < nslice))) return 0;
+    }
+    if (mk_slice_packets(v, n) != v->slice_packets) return 0; /* a longer slice elsewhere: these have packets that nobody publishes */
+    if (own[0] != slice0 * n || (head && in_off % head)) return 0;
+    return mk_slices_deal(v->dtype, v->trailer, n, in_off - own[0], k, head, out);
+}
+
 void mk_program_destroy(mk_program **pp)
 {
     if (!pp || !*pp) return;

@@ -81,6 +81,30 @@ MK_BOTH uint64_t mk_packet_offset(const mk_vec *v, uint32_t half, uint32_t row, 
 {
     return v->offset + (((uint64_t)half * MK_MAX_ROWS + row) * v->nslice + slice) * v->slice_packets * 16u;
 }
+/* How the packets of a vector that is gathered are dealt to the warps of a worker: group by group, a group a warp, its values' places by arithmetic. A group is
+ * `packets` packets one after the other with `values` values; its packet p is packet p mod `per` of a slice of `slice` values. Places count from the first slice of
+ * the wait; packets that carry none of the values wanted, and no trailer, are nobody's business: they may never be published. */
+typedef struct mk_deal {
+    uint16_t packets, values; /* of a group */
+    uint16_t slice, per;      /* of a slice: values, packets */
+} mk_deal;
+#define MK_DEAL_WARPS   8u  /* that gather a vector, */
+#define MK_DEAL_PACKETS 32u /* a lane of theirs a packet at a time */
+#define MK_DEAL_LOADS   8u  /* so often at most */
+#define MK_DEAL_VALUES  64u /* a group holds whole K blocks of any weights: a multiple of so many values */
+#define MK_DEAL_ROW     192u /* values of a group of a row without gaps: the fewest that are whole K blocks and whole packets */
+static_assert(MK_DEAL_ROW % MK_DEAL_VALUES == 0 && MK_DEAL_ROW == 6 * MK_DEAL_PACKETS, "mk_vec_deal");
+
+/* Whether values [in_off, in_off + k) of a row of PACKET vector v (start: its v->nslice + 1 slice starts), carried by slices [slice0, slice0 + nslice), can be dealt,
+ * and how. All these slices must have the same number of values, n, and the first must begin at slice0 * n, as if all before were like them; the
+ * vector's last may have fewer. head: 0, or the values of a head that is normalised by its
+ * slices' trailers: a group is a head then. Else slices without gaps between their packets are one row of packets, groups of 192 values from in_off on, which need not
+ * be the first value of a slice but must be that of a packet; other slices are dealt whole, as many as a warp's lanes have packets for. */
+int mk_vec_deal(const mk_vec *v, const uint32_t *start, uint32_t slice0, uint32_t nslice, uint32_t in_off, uint32_t k, uint32_t head, mk_deal *out);
+/* The same of any vector of that type, trailers or none, with slices of n values; `first` counts from the first value of the first slice waited for. For the planner,
+ * which has yet to cut it. */
+int mk_slices_deal(uint32_t dtype, uint32_t trailer, uint32_t n, uint32_t first, uint32_t k, uint32_t head, mk_deal *out);
+
 /* Value of a BULK counter when publication `pub` of step `step` is complete (wraps). */
 MK_BOTH uint32_t mk_counter_target(const mk_vec *v, uint32_t step, uint32_t pub)
 {

@@ -1,5 +1,5 @@
-/* The published configurations of the families: each is read, planned for 132 workers and validated; phases are even or say why not; the
- * bytes of a token are those of models.md section 2. And what is refused, by name. */
+/* The published configurations of the families: each is read, planned for 132 workers and validated; phases are even or say why not; vectors that GEMVs gather can be
+ * dealt; the bytes of a token are those of models.md section 2. And what is refused, by name. */
 #include "host/planner.h"
 #include "host/preset.h"
 #include "instructions/validate.h"
@@ -35,8 +35,9 @@ typedef struct planned {
 } planned;
 
 /* Phases that a cut into whole rows leaves at most this many per cent over the mean, of files whose names begin so: the exceptions listed in
- * tests/fixtures/configs/README.md. What a reason names may stay 3.15 % over it (33/32: a multiple of 128 rows on 132 workers) without being listed. */
-static double excess_allowed(const char *name, const char *phase)
+ * tests/fixtures/configs/README.md. What a reason names may stay 3.15 % over it (33/32: a multiple of 128 rows on 132 workers) without being listed. Where slices are alike
+ * the busiest worker may have 20 KB or 6 % more than without, an instruction counted as 90 KB. */
+static double excess_of_rows(const char *name, const char *phase)
 {
     static const struct {
         const char *name, *phase;
@@ -49,6 +50,12 @@ static double excess_allowed(const char *name, const char *phase)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (strncmp(name, all[i].name, strlen(all[i].name)) == 0 && strcmp(phase, all[i].phase) == 0) return all[i].percent / 100;
     return 0.0315;
+}
+static double excess_allowed(const char *name, const mk_phase *f)
+{
+    double rows = excess_of_rows(name, f->name), mean = (double)f->total / 132, more = 0.06 * (mean * (1 + rows) + 90e3);
+    if (!f->reason) return 0.03;
+    return strstr(f->reason, "alike") ? rows + (more > 20e3 ? more : 20e3) / mean : rows;
 }
 
 static void plan(const planned *p)
@@ -74,7 +81,7 @@ static void plan(const planned *p)
         const mk_phase *f = &plan->phase[i];
         double x = mk_phase_excess(f, 132);
         if (x > worst) worst = x;
-        if (x > (f->reason ? excess_allowed(p->name, f->name) : 0.03))
+        if (x > excess_allowed(p->name, f))
             fail_msg("%s: layer %u, phase %s: %.2f %% over the mean", p->name, f->layer, f->name, 100 * x);
     }
     print_message("%-22s %8.3f GB a token, worst phase +%.1f %%, %u exchanges\n", p->name, bytes / 1e9, 100 * worst, v.exchanges);
@@ -202,6 +209,97 @@ static void presets(void **state)
     assert_null(mk_preset_find("glm52"));
 }
 
+/* Vectors of presets whose readers look every packet up (mk_vec_deal refuses them), and why the planner leaves it at that. */
+static const struct {
+    const char *preset, *vec;
+} not_dealt[] = {
+    {"moonlight-16b", "ffn"}, /* 11,264 pairs: slices that can be dealt leave the busiest worker 90 pairs or more, 86 are even; one layer */
+    {"glm-4.7-flash", "ffn"}, /* 10,240 pairs: 96 instead of 78; one layer */
+    {"glm52-mla", "qa"},      /* 2,048 rows of 6 KB beside 576 others: 24 a worker instead of 20 */
+    {"glm52-mla", "lat"},     /* COMBINE's slices are 256 values, 43 packets */
+    {"glm52-mla", "v"},       /* 16,384 values are more than eight warps gather at eight packets a lane */
+};
+
+static int is_dealt(const mk_program *p, const mk_insn *in)
+{
+    const mk_vec *v = &p->vec[in->wait[0].vec];
+    const mk_gemv *g = in->opcode == MK_OP_GEMV ? &in->gemv : NULL;
+    uint32_t k = g ? g->k : in->opcode == MK_OP_LM_HEAD ? in->lm_head.k : in->expert.k;
+    mk_deal d;
+    return mk_vec_deal(v, mk_vec_starts(p, v), in->wait[0].slice0, in->wait[0].nslice, g ? g->in_off : 0, k, g && g->prologue == MK_PRO_HEADNORM ? g->norm_group : 0, &d);
+}
+
+/* Every vector that a GEMV, LM_HEAD or EXPERT_UP gathers is dealt, but those above: all of them are exceptions indeed. */
+static void gathered_vectors_are_dealt(void **state)
+{
+    (void)state;
+    char names[512], *save = NULL;
+    uint32_t seen = 0;
+    snprintf(names, sizeof names, "%s", mk_preset_names());
+    for (char *name = strtok_r(names, ", ", &save); name; name = strtok_r(NULL, ", ", &save)) {
+        const mk_preset *pr = mk_preset_find(name);
+        mk_plan_config c = {.workers = 132, .max_context = 2048, .kv_pages = 32, .state_slots = 1, .smem_limit = 227 * 1024};
+        mk_model *m = NULL;
+        mk_plan *plan = NULL;
+        mk_err err = {0};
+        if (mk_preset_model(pr, &m, &err) || mk_model_resolve(m, NULL, pr->weights, &err) || mk_plan_make(m, &c, &plan, &err)) fail_msg("%s: %s", name, err.msg);
+        const mk_program *p = plan->prog;
+        for (uint32_t v = 0; v < p->info.n_vec; v++) {
+            uint32_t yes = 0, no = 0;
+            size_t e = 0;
+            for (uint32_t x = 0; x < p->info.n_insn; x++) {
+                const mk_insn *in = &p->insn[x];
+                if (in->opcode != MK_OP_GEMV && in->opcode != MK_OP_LM_HEAD && in->opcode != MK_OP_EXPERT_UP) continue;
+                if (in->wait[0].vec == v) *(is_dealt(p, in) ? &yes : &no) += 1;
+            }
+            while (e < sizeof not_dealt / sizeof *not_dealt && (strcmp(not_dealt[e].preset, name) || strcmp(not_dealt[e].vec, p->vec[v].name))) e++;
+            if (e < sizeof not_dealt / sizeof *not_dealt) {
+                assert_true(no > 0 && yes == 0);
+                seen++;
+            } else if (no) {
+                fail_msg("%s: %u of %u readers of %s cannot have its packets dealt", name, no, yes + no, p->vec[v].name);
+            }
+        }
+        mk_plan_destroy(&plan);
+        mk_model_destroy(&m);
+    }
+    assert_int_equal(seen, sizeof not_dealt / sizeof *not_dealt);
+}
+
+/* Slices of presets at 132 workers: so many of so many values, the last of what is left. */
+static void slices_of_presets(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *preset, *vec;
+        uint32_t n, slices;
+    } all[] = {
+        {"kimi-linear-48b", "h", 18, 128},     {"kimi-linear-48b", "ffn", 36, 256}, {"kimi-linear-48b", "shared", 12, 86}, {"kimi-linear-48b", "q", 54, 114},
+        {"kimi-linear-48b", "v", 32, 128},     {"llama-3.2-1b", "h", 16, 128},      {"llama-3.2-1b", "ffn", 64, 128},      {"moonlight-16b", "h", 16, 128},
+        {"moonlight-16b", "shared", 24, 118},  {"moonlight-16b", "q", 30, 103},     {"glm-4.7-flash", "qa", 12, 64},       {"glm-4.7-flash", "v", 64, 80},
+        {"glm-4.7-flash", "q", 64, 80}, {"glm-4.7-flash", "shared", 16, 96}, /* and two rows of the router a worker for the others */
+        {"qwen3-coder-next-80b", "shared", 8, 64}, {"qwen3.6-35b-a3b", "shared", 6, 86}, {"glm52-mla", "h", 48, 128}, {"glm52-mla", "q", 128, 128},
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        const mk_preset *pr = mk_preset_find(all[i].preset);
+        mk_plan_config c = {.workers = 132, .max_context = 2048, .kv_pages = 32, .state_slots = 1, .smem_limit = 227 * 1024};
+        mk_model *m = NULL;
+        mk_plan *plan = NULL;
+        mk_err err = {0};
+        if (mk_preset_model(pr, &m, &err) || mk_model_resolve(m, NULL, pr->weights, &err) || mk_plan_make(m, &c, &plan, &err)) fail_msg("%s: %s", all[i].preset, err.msg);
+        const mk_program *p = plan->prog;
+        uint32_t v = 0;
+        while (v < p->info.n_vec && strcmp(p->vec[v].name, all[i].vec)) v++;
+        assert_true(v < p->info.n_vec);
+        const uint32_t *start = mk_vec_starts(p, &p->vec[v]);
+        if (p->vec[v].nslice != all[i].slices || start[1] != all[i].n)
+            fail_msg("%s: expected %u slices of %u in %s, found %u of %u", all[i].preset, all[i].slices, all[i].n, all[i].vec, p->vec[v].nslice, start[1]);
+        for (uint32_t s = 0; s < p->vec[v].nslice; s++) assert_int_equal(start[s], s * all[i].n);
+        mk_plan_destroy(&plan);
+        mk_model_destroy(&m);
+    }
+}
+
 static void llama_dimensions(void **state)
 {
     (void)state;
@@ -308,6 +406,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(published), cmocka_unit_test(bytes_of_a_token), cmocka_unit_test(presets),
+        cmocka_unit_test(gathered_vectors_are_dealt),
+        cmocka_unit_test(slices_of_presets),
         cmocka_unit_test(llama_dimensions),
         cmocka_unit_test(qwen_dimensions),
         cmocka_unit_test(refused),

@@ -181,6 +181,93 @@ static void names(void **state)
     assert_string_equal(mk_opcode_name(~0u), "?");
 }
 
+/* A vector of `nslice` slices of n values, the last of `last`. */
+static mk_vec dealt_vec(unsigned dtype, unsigned trailer, uint32_t n, uint32_t nslice, uint32_t last, uint32_t *start)
+{
+    mk_vec v = {.scope = MK_PACKET, .dtype = (uint8_t)dtype, .trailer = (uint8_t)trailer, .nslice = nslice};
+    for (uint32_t s = 0; s < nslice; s++) start[s] = s * n;
+    start[nslice] = (nslice - 1) * n + last;
+    v.width = start[nslice];
+    v.slice_packets = (uint32_t)mk_slice_packets(&v, n);
+    return v;
+}
+
+static void deals(void **state)
+{
+    (void)state;
+    uint32_t start[520];
+    /* vector; wait; values wanted; what comes of it, packets 0: refused */
+    const struct {
+        unsigned dtype, trailer, n, nslice, last, slice0, wait, in_off, k, head, packets, values, slice, per;
+    } c[] = {
+        /* one row of packets */
+        {MK_F32, 0, 18, 128, 18, 0, 128, 0, 2304, 0, 64, 192, 3, 1},
+        {MK_F32, 0, 18, 128, 11, 0, 128, 0, 2297, 0, 64, 192, 3, 1},     /* a short last slice */
+        {MK_BF16, 0, 72, 128, 72, 0, 128, 0, 9216, 0, 32, 192, 6, 1},
+        {MK_BF16, 0, 48, 128, 48, 40, 4, 1920, 192, 0, 32, 192, 6, 1},
+        {MK_BF16, 0, 48, 128, 48, 40, 4, 1938, 128, 0, 32, 192, 6, 1},   /* from the middle of a slice on */
+        {MK_BF16, 0, 48, 128, 48, 40, 4, 1940, 128, 0, 0, 0, 0, 0},      /* but not of a packet */
+        {MK_BF16, 0, 96, 128, 96, 0, 128, 0, 12288, 0, 32, 192, 6, 1},   /* 64 groups, the most */
+        {MK_BF16, 0, 96, 129, 96, 0, 129, 0, 12289, 0, 0, 0, 0, 0},
+        {MK_F32, 0, 48, 128, 48, 0, 128, 0, 6144, 0, 64, 192, 3, 1},     /* two loads a group */
+        {MK_F32, 0, 48, 129, 48, 0, 129, 0, 6145, 0, 0, 0, 0, 0},
+        /* slices dealt whole */
+        {MK_F32, 0, 16, 128, 16, 0, 128, 0, 2048, 0, 24, 64, 16, 6},
+        {MK_F32, 0, 16, 128, 16, 0, 128, 16, 2032, 0, 0, 0, 0, 0},       /* not from the first value on */
+        {MK_F32, 0, 16, 128, 16, 1, 127, 16, 2032, 0, 24, 64, 16, 6},
+        {MK_F32, 0, 64, 20, 5, 0, 20, 0, 1221, 0, 22, 64, 64, 22},
+        {MK_F32, 0, 32, 129, 32, 0, 129, 0, 4097, 0, 0, 0, 0, 0},        /* 65 groups */
+        {MK_F32, 0, 2, 512, 2, 0, 512, 0, 1024, 0, 32, 64, 2, 1},
+        {MK_F32, 0, 20, 64, 20, 0, 64, 0, 1280, 0, 0, 0, 0, 0},          /* four slices of 20 are no multiple of 64 */
+        {MK_F32, 0, 128, 8, 128, 0, 8, 0, 1024, 0, 0, 0, 0, 0},          /* 43 packets */
+        {MK_BF16, 0, 64, 128, 64, 0, 128, 0, 8192, 0, 22, 128, 64, 11},
+        {MK_BF16, 0, 128, 32, 128, 3, 4, 384, 512, 0, 22, 128, 128, 22},
+        {MK_BF16, 0, 8, 512, 8, 128, 64, 1024, 512, 0, 32, 128, 8, 2},
+        {MK_BF16, 0, 4, 512, 3, 0, 512, 0, 2047, 0, 32, 128, 4, 1},
+        {MK_BF16, 1, 24, 128, 24, 0, 128, 0, 3072, 0, 0, 0, 0, 0},       /* a trailer: no row without gaps, and four slices are 96 values */
+        {MK_BF16, 1, 32, 128, 32, 0, 128, 0, 4096, 0, 24, 128, 32, 6},
+        /* a head a group */
+        {MK_BF16, 1, 32, 128, 32, 0, 128, 0, 4096, 128, 24, 128, 32, 6},
+        {MK_BF16, 1, 128, 32, 128, 2, 30, 256, 3840, 128, 22, 128, 128, 22},
+        {MK_BF16, 1, 16, 128, 16, 0, 128, 0, 2048, 128, 24, 128, 16, 3},
+        {MK_F32, 1, 32, 128, 32, 0, 128, 0, 4096, 64, 22, 64, 32, 11},
+        {MK_F32, 1, 32, 128, 32, 0, 128, 0, 4096, 128, 0, 0, 0, 0},      /* 44 packets */
+        {MK_BF16, 1, 32, 128, 32, 1, 127, 32, 3968, 128, 0, 0, 0, 0},    /* begins within a head */
+        {MK_BF16, 1, 32, 128, 32, 0, 128, 0, 4000, 128, 0, 0, 0, 0},     /* ends within one */
+        {MK_BF16, 1, 32, 128, 30, 0, 128, 0, 3968, 128, 0, 0, 0, 0},     /* a slice of other length */
+        {MK_BF16, 1, 48, 128, 48, 0, 128, 0, 6144, 128, 0, 0, 0, 0},     /* no whole slices a head */
+        {MK_BF16, 1, 32, 128, 32, 0, 128, 0, 4096, 96, 0, 0, 0, 0},      /* no whole K blocks */
+        {MK_BF16, 0, 32, 128, 32, 0, 128, 0, 4096, 128, 0, 0, 0, 0},     /* no trailers */
+        /* waits that are none */
+        {MK_F32, 0, 18, 128, 18, 0, 0, 0, 18, 0, 0, 0, 0, 0},
+        {MK_F32, 0, 18, 128, 18, 120, 9, 2160, 18, 0, 0, 0, 0, 0},
+        {MK_F32, 0, 18, 128, 18, 0, 127, 0, 2304, 0, 0, 0, 0, 0},        /* values of another slice */
+        {MK_F32, 0, 18, 128, 18, 1, 127, 0, 18, 0, 0, 0, 0, 0},
+    };
+    for (size_t i = 0; i < sizeof c / sizeof c[0]; i++) {
+        mk_vec v = dealt_vec(c[i].dtype, c[i].trailer, c[i].n, c[i].nslice, c[i].last, start);
+        mk_deal d = {0};
+        int got = mk_vec_deal(&v, start, c[i].slice0, c[i].wait, c[i].in_off, c[i].k, c[i].head, &d);
+        if (got != (c[i].packets != 0) || d.packets != c[i].packets || d.values != c[i].values || d.slice != c[i].slice || d.per != c[i].per)
+            fail_msg("case %zu: expected %u packets, %u values, slices of %u in %u, found %d: %u, %u, %u, %u", i, c[i].packets, c[i].values, c[i].slice, c[i].per,
+                     got, d.packets, d.values, d.slice, d.per);
+    }
+    mk_deal d;
+    mk_vec v = dealt_vec(MK_F32, 0, 18, 128, 18, start);
+    start[64]++; /* 19 values, then 17 */
+    assert_false(mk_vec_deal(&v, start, 0, 128, 0, 2304, 0, &d));
+    assert_true(mk_vec_deal(&v, start, 0, 63, 0, 1134, 0, &d));
+    assert_true(mk_vec_deal(&v, start, 65, 63, 1170, 1134, 0, &d));
+    for (uint32_t s = 65; s <= 128; s++) start[s] += 3; /* alike, but not as those before */
+    assert_false(mk_vec_deal(&v, start, 65, 63, 1173, 1134, 0, &d));
+    v.slice_packets++; /* that of a longer slice elsewhere */
+    assert_false(mk_vec_deal(&v, start, 0, 63, 0, 1134, 0, &d));
+    v = dealt_vec(MK_F32, 0, 18, 128, 0, start); /* an empty one */
+    assert_false(mk_vec_deal(&v, start, 0, 128, 0, 2286, 0, &d));
+    v.scope = MK_LOCAL;
+    assert_false(mk_vec_deal(&v, start, 0, 64, 0, 1152, 0, &d));
+}
+
 int main(void)
 {
     int fd = mkstemp(path);
@@ -189,6 +276,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(round_trip),     cmocka_unit_test(crc_is_ieee),  cmocka_unit_test(every_flipped_bit), cmocka_unit_test(truncated_anywhere),
         cmocka_unit_test(trailing_bytes), cmocka_unit_test(wrong_header), cmocka_unit_test(no_such_file),      cmocka_unit_test(names),
+        cmocka_unit_test(deals),
     };
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     unlink(path);
