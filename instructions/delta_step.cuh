@@ -162,10 +162,11 @@ template <uint32_t LOW> MK_DEV void mk_delta_inputs(const mk_dev *d, const mk_sp
         if (r + 1 < nrows) look = mk_spot_look(spot, r + 1);
         const float x = mk_spot_value(spot, r, q);
         __syncwarp();
-        if (LOW == MK_W_FP8) { /* a power of two brings the block into f16's range, exactly but for what is below 2^-38 of its largest value */
-            const float scale = mk_f16_scale(__reduce_max_sync(0xffffffffu, __float_as_uint(x) & 0x7fffffffu), 0);
-            rows[r].low[d->tid] = (uint16_t)mk_f16_pair(x * scale, 0);
-            if (d->lane == 0) rows[r].unscale[d->warp] = mk_unscale(scale);
+        if (LOW == MK_W_FP8) { /* a power of two brings the block into f16's range, exactly but for what is below 2^-29 of its largest value */
+            const uint32_t bits = __float_as_uint(x) >> 16;
+            const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, bits & 0x7fffu));
+            rows[r].low[d->tid] = (uint16_t)mk_f16_pair_shifted(bits, shift.less);
+            if (d->lane == 0) rows[r].unscale[d->warp] = shift.inverse;
         } else {
             rows[r].low[d->tid] = (uint16_t)mk_bf16_bits(x);
         }

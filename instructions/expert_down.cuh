@@ -17,7 +17,7 @@
 #define MK_NOT_CHOSEN 0xffffffffu /* bits that no product has */
 static_assert(MK_DOWN_TABLE >= MK_PARTS(MK_MAX_ROWS) && MK_DOWN_TABLE * 4 >= MK_COMPUTE * 16, "partial sums before the table; room for what mk_pair_gather throws away");
 
-static_assert(MK_MAX_ROWS == MK_WARPS && MK_STAGING / (MK_STAGED_VALUES * 2 + 64) >= MK_WARPS, "an expert of all rows is staged at once, a pair a warp");
+static_assert(MK_MAX_ROWS == MK_WARPS && MK_STAGING / (MK_STAGED_VALUES * 2 + 32) >= MK_WARPS, "an expert of all rows is staged at once, a pair a warp");
 
 #define MK_PAIR_PACKETS 7u /* of a lane, under way at once */
 
@@ -75,46 +75,29 @@ MK_DEV void mk_pair_gather(const mk_dev *d, const mk_pairs_walk *w, uint32_t r, 
     }
 }
 
-/* From there it becomes a staged row, in place: a lane opens 8 values, four lanes 64 bytes. k values, zeros up to the end of the K block. Returns the inverse of the power of
- * two that they were multiplied by. */
+/* From there it becomes a staged row, in place: k values, zeros up to the end of the K block. Returns the inverse of the power of two that they were multiplied by. */
 template <uint32_t FORM> MK_DEV float mk_pair_open(uint32_t lane, uint32_t row, uint32_t k)
 {
-    const uint32_t bytes = ((k + 63) & ~63u) * 2, out = row + (lane & ~3u) * 16 + (FORM == MK_X_F16 ? (lane & 1) * 32 + (lane & 2) * 4 : (lane & 3) * 4);
+    const uint32_t bytes = ((k + 63) & ~63u) * 2;
     __syncwarp();
 #pragma unroll 1
     for (uint32_t i = 2 * k + 2 * lane; i < bytes; i += 64) mk_sts16(row + i, 0);
+    if (FORM != MK_X_F16) return 1;
     __syncwarp();
-    float scale = 1, inverse = 1;
-    if (FORM == MK_X_F16) {
-        uint32_t top = 0;
+    uint32_t top = 0;
 #pragma unroll 1
-        for (uint32_t i = lane * 16; i < bytes; i += 512) {
-            const uint4 q = mk_lds128(row + i);
-            top = __vmaxu2(__vmaxu2(top, q.x & 0x7fff7fffu), q.y & 0x7fff7fffu);
-            top = __vmaxu2(__vmaxu2(top, q.z & 0x7fff7fffu), q.w & 0x7fff7fffu);
-        }
-        top = __reduce_max_sync(0xffffffffu, max(top >> 16, top & 0xffffu));
-        scale = mk_f16_scale(top << 16, 0);
-        inverse = mk_unscale(scale);
+    for (uint32_t i = lane * 16; i < bytes; i += 512) {
+        const uint4 q = mk_lds128(row + i);
+        top = __vmaxu2(top, __vmaxu2(__vmaxu2(mk_magnitudes(q.x), mk_magnitudes(q.y)), __vmaxu2(mk_magnitudes(q.z), mk_magnitudes(q.w))));
     }
+    const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
 #pragma unroll 1
-    for (uint32_t i = 0; i < bytes; i += 512) {
-        const bool has = i + lane * 16 < bytes;
-        const uint4 q = mk_lds128(row + (has ? i + lane * 16 : 0));
-        uint32_t u[4] = {q.x, q.y, q.z, q.w};
-        __syncwarp();
-        if (!has) continue;
-        if (FORM == MK_X_F16) {
-#pragma unroll
-            for (uint32_t j = 0; j < 4; j++) u[j] = mk_f16_pair(__uint_as_float(u[j] << 16) * scale, __uint_as_float(u[j] & 0xffff0000u) * scale);
-            mk_sts64(out + i, u[0], u[1]);
-            mk_sts64(out + i + 16, u[2], u[3]);
-        } else {
-#pragma unroll
-            for (uint32_t j = 0; j < 4; j++) mk_sts32(out + i + 16 * j, u[j]);
-        }
+    for (uint32_t i = lane * 16; i < bytes; i += 512) {
+        const uint4 q = mk_lds128(row + i);
+        mk_sts64(row + i, mk_f16_pair_shifted(q.x, shift.less), mk_f16_pair_shifted(q.y, shift.less));
+        mk_sts64(row + i + 8, mk_f16_pair_shifted(q.z, shift.less), mk_f16_pair_shifted(q.w, shift.less));
     }
-    return inverse;
+    return shift.inverse;
 }
 
 /* Stages the pairs [p0, p1), whose experts begin with j0 and end before j1, and makes their table. */
@@ -171,7 +154,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
     for (uint32_t j = 0; j < experts; j++, pair += 4 * MK_MAX_ROWS) {
         const uint32_t table = mk_after(pair);
         const float n0 = mk_lds(table + 8 * l), n1 = mk_lds(table + 8 * l + 4);
-        const uint32_t column = __float_as_uint(mk_lds(table + 4 * MK_DOWN_PAIRS + 4 * (g < cols ? g : 0))) + l * 16;
+        const uint32_t column = __float_as_uint(mk_lds(table + 4 * MK_DOWN_PAIRS + 4 * mk_ldx_column<FP8>(lane, cols))) + mk_ldx_at<FP8>(lane);
         const bool chosen0 = __float_as_uint(n0) != MK_NOT_CHOSEN, chosen1 = __float_as_uint(n1) != MK_NOT_CHOSEN;
         uint32_t turn = first ? per : 0; /* K blocks of the partial sum before: a function of k alone */
 #pragma unroll 1
@@ -184,7 +167,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
 #pragma unroll 1
             for (uint32_t k = kb + b0; k < end; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
                 float part[NT][4];
-                const uint4 v0 = mk_ldx(xk), v1 = FP8 ? mk_ldx(xk + 64) : v0;
+                const uint4 v0 = FP8 ? mk_ldx_f16(xk) : mk_ldx_bf16(xk), v1 = FP8 ? mk_ldx_f16(xk + 64) : v0;
                 if (FP8) {
                     mk_fp8_tiles<NT> b;
                     mk_fp8_load<NT>(&b, w, rows, scales + (k >> 1) * scale_row, c);

@@ -3,10 +3,10 @@
  * A vector is staged in the form that its matrix' weights are multiplied in, up to eight rows of it:
  *   BF16 weights   bf16
  *   the router     three planes of bf16, whose sum is the f32 value exactly
- *   FP8 weights    f16, because e4m3 becomes f16 in one instruction a pair. A row is multiplied by the power of two that brings its largest value below 2^15; a
- *                  bf16 value has eight significant bits and f16 eleven, so that this is the bf16 value exactly down to 2^-29 of the row's largest.
- * RMS norm commutes with the product: the staged values carry gamma, the sum of squares is taken while gathering, and the results are multiplied by 1/rms
- * (and by the inverse of the row's power of two). A head's norm (HEADNORM) multiplies the partial sums of the K blocks that lie in the head.
+ *   FP8 weights    f16, because e4m3 becomes f16 in one instruction a pair. What a warp gathers of a row is multiplied by the power of two that brings its largest value
+ *                  below 2^15; a bf16 value has eight significant bits and f16 eleven, so that this is the bf16 value exactly down to 2^-29 of that largest one.
+ * RMS norm commutes with the product: the staged values carry gamma, the sum of squares is taken while gathering, and the results are multiplied by 1/rms.
+ * A head's norm (HEADNORM) multiplies the partial sums of the K blocks that lie in the head; so does the inverse of the power of two.
  *
  * A stage of a tape is consumed by a group of four warps: the group of its slot in the ring, so that a slot never changes hands. Stage s of a segment belongs to group
  * partial sum s mod 2, whichever group that is this time; within it the warps take K blocks in turn (and, of more than 64 rows, half the tiles each).
@@ -22,30 +22,41 @@
 
 /* ---- gathering ------------------------------------------------------------------------------------------------------ */
 
-/* Where value k of a staged row lies: 32 values in 64 bytes, those of one lane of mma.sync side by side. */
-MK_DEV uint32_t mk_staged_at(uint32_t k, bool f16)
+/* How values become f16: their exponents are lowered by so much that the largest, given by its bits as bf16, comes to lie in [2^14, 2^15), which is a multiplication by a
+ * power of two: exact but for values below 2^-29 of the largest, which keep an error of 2^-30 of it. */
+typedef struct mk_f16_shift {
+    uint32_t less;   /* of both halves of a pair of bf16 */
+    float inverse;   /* of the power of two; NaN if a value is not finite */
+} mk_f16_shift;
+MK_DEV mk_f16_shift mk_f16_shift_of(uint32_t top)
 {
-    return (k >> 5) * 64 + (f16 ? (k & 12) * 4 + (k & 16) / 2 + (k & 3) * 2 : (k & 6) * 8 + (k & 24) / 2 + (k & 1) * 2);
+    const uint32_t e = top >> 7, less = max(e, 29u) - 29;
+    const mk_f16_shift s = {less * 0x00800080u, __uint_as_float(e < 255 ? less + 15 << 23 : 0x7fffffffu)};
+    return s;
 }
-
-/* What multiplies a row's values before they become f16: a power of two that brings values up to top * gain, given by their bits, below 2^15. NaN if top is not
- * finite. */
-MK_DEV float mk_f16_scale(uint32_t top, uint32_t gain)
+/* A pair of bf16, of which m are the magnitudes. */
+MK_DEV uint32_t mk_f16_shifted(uint32_t pair, uint32_t m, uint32_t less)
 {
-    const uint32_t e = top >> 23, g = gain ? (gain >> 23) + 1 : 127; /* the product's exponent: one more than the sum of both */
-    const int s = 127 + 14 + 127 + 127 - (int)(e + g);
-    return __uint_as_float(e >= 255 ? 0x7fffffffu : (uint32_t)(e == 0 ? 127 : s < 1 ? 1 : s > 250 ? 250 : s) << 23);
+    return (__vmaxu2(m, less) - less) * 8 | (pair & 0x80008000u);
+}
+MK_DEV uint32_t mk_magnitudes(uint32_t pair)
+{
+    return pair & 0x7fff7fffu;
+}
+MK_DEV uint32_t mk_f16_pair_shifted(uint32_t pair, uint32_t less)
+{
+    return mk_f16_shifted(pair, mk_magnitudes(pair), less);
+}
+/* The larger of a pair's magnitudes. */
+MK_DEV uint32_t mk_top_of(uint32_t m)
+{
+    return max(m >> 16, m & 0xffffu);
 }
 MK_DEV uint32_t mk_f16_pair(float x0, float x1)
 {
     uint32_t v;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(x1), "f"(x0));
     return v;
-}
-/* Two bf16, times a power of two. */
-MK_DEV uint32_t mk_f16_scaled(uint32_t v, float scale)
-{
-    return mk_f16_pair(__uint_as_float(v << 16) * scale, __uint_as_float(v & 0xffff0000u) * scale);
 }
 MK_DEV void mk_sts16(uint32_t at, uint32_t v)
 {
@@ -56,9 +67,9 @@ MK_DEV void mk_sts64(uint32_t at, uint32_t x, uint32_t y)
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
 }
 /* Values from k on of the row at shared address `row` are 0 up to the end of their K block: weights there are zero, the values must be finite. */
-MK_DEV void mk_stage_pad(uint32_t row, uint32_t k, bool f16)
+MK_DEV void mk_stage_pad(uint32_t row, uint32_t k)
 {
-    for (; k & 63; k++) mk_sts16(row + mk_staged_at(k, f16), 0);
+    for (; k & 63; k++) mk_sts16(row + 2 * k, 0);
 }
 
 /* Whether it matters who stores to `at` last: where nobody looks it does not, but racecheck cannot know. */
@@ -71,37 +82,25 @@ MK_DEV const mk_fed *mk_fed_of(const mk_insn *in)
     return (const mk_fed *)in;
 }
 
-/* A row's largest magnitude, its sum of squares: by warp. */
+/* A row's largest magnitude, as bf16, and its sum of squares: by warp. */
 MK_DEV void mk_row_top(const mk_dev *d, uint32_t r, uint32_t top)
 {
     top = __reduce_max_sync(0xffffffffu, top);
-    if (d->lane == 0) d->sh->top[d->memo->parity][r][d->warp] = top;
+    if (d->lane == 0) d->sh->top[r][d->warp] = top;
 }
-MK_DEV void mk_row_squares(const mk_dev *d, uint32_t r, float sum)
+MK_DEV void mk_row_squares(const mk_dev *d, uint32_t parity, float sum)
 {
     sum = mk_warp_sum(sum);
-    if (d->lane == 0) d->sh->sumsq[d->memo->parity][r][d->warp] = sum;
+    if (d->lane == 0) d->sh->sumsq[parity][0][d->warp] = sum;
 }
-MK_DEV void mk_gain(const mk_dev *d, uint32_t gain)
+static_assert(MK_WARPS == 8, "mk_row_shift, mk_row_factor");
+/* How value k of row r becomes f16, after the barrier that follows mk_row_top: a group's values by what its warp has found, or all alike. */
+MK_DEV mk_f16_shift mk_row_shift(const mk_dev *d, const mk_plan *p, uint32_t r, uint32_t k)
 {
-    gain = __reduce_max_sync(0xffffffffu, gain);
-    if (d->lane == 0) d->sh->gain[d->memo->parity][d->warp] = gain;
-}
-MK_DEV uint32_t mk_max8(const uint32_t *p)
-{
-    const uint4 a = *(const uint4 *)p, b = *(const uint4 *)(p + 4);
-    return max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w)));
-}
-static_assert(MK_WARPS == 8, "mk_max8, mk_row_factor");
-/* What row r is multiplied by, after the barrier that follows mk_row_top and mk_gain. */
-MK_DEV float mk_row_scale(const mk_dev *d, uint32_t r)
-{
-    return mk_f16_scale(mk_max8(d->sh->top[d->memo->parity][r]), mk_max8(d->sh->gain[d->memo->parity]));
-}
-/* The inverse of a power of two of mk_f16_scale; NaN has made NaN of the values already. */
-MK_DEV float mk_unscale(float scale)
-{
-    return __uint_as_float((254u << 23) - __float_as_uint(scale));
+    const uint32_t *t = d->sh->top[r];
+    if (p->hands.packets) return mk_f16_shift_of(t[mk_small_quot(k, p->hands.values) & (MK_WARPS - 1)]);
+    const uint4 a = *(const uint4 *)t, b = *(const uint4 *)(t + 4);
+    return mk_f16_shift_of(max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w))));
 }
 /* 1 / sqrt(x) and x sigmoid(x) to some 1e-7 in few instructions: they stand between the last product and the next exchange. */
 MK_DEV float mk_rsqrt(float x)
@@ -117,16 +116,13 @@ MK_DEV float mk_silu(float x)
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(__fadd_rn(e, 1.0f)));
     return __fmul_rn(x, r);
 }
-/* What row r's results are to be multiplied by: 1/rms with RMS, and the inverse of the power of two. After the barrier that follows the gathering. */
+/* What row r's results are to be multiplied by: 1/rms with RMS. After the barrier that follows the gathering. */
 MK_DEV float mk_row_factor(const mk_dev *d, const mk_plan *p, uint32_t r)
 {
-    const uint32_t parity = d->memo->parity;
-    float f = 1;
-    if (p->x.prologue == MK_PRO_RMS) {
-        const float4 a = *(const float4 *)d->sh->sumsq[parity][r], b = *(const float4 *)(d->sh->sumsq[parity][r] + 4);
-        f = mk_rsqrt(((a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w))) * p->inv_k + p->x.eps);
-    }
-    return p->x.form == MK_X_F16 ? f * mk_unscale(d->sh->scale[parity][r]) : f;
+    if (p->x.prologue != MK_PRO_RMS) return 1;
+    const float *sum = d->sh->sumsq[d->memo->parity][r];
+    const float4 a = *(const float4 *)sum, b = *(const float4 *)(sum + 4);
+    return mk_rsqrt(((a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w))) * p->inv_k + p->x.eps);
 }
 
 MK_DEV uint4 mk_lds128(uint32_t at)
@@ -141,6 +137,12 @@ MK_DEV uint2 mk_lds64(uint32_t at)
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
     return v;
 }
+MK_DEV uint32_t mk_lds32(uint32_t at)
+{
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
 MK_DEV void mk_sts32(uint32_t at, uint32_t v)
 {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
@@ -152,208 +154,208 @@ MK_DEV uint32_t mk_bf16_pair(float x0, float x1)
     return v;
 }
 
-/* Gathering one row has two passes, a barrier between them: its packets go to shared memory in order, and then a thread opens four values at a time: few instructions,
- * because all that a thread does is on the way of the token. Of several rows a thread takes the same packet, whose values' places and gammas it works out once, and
- * stages its values as bf16 at once; where the form is f16 the second pass multiplies them by the row's power of two, which comes from the largest value and the
- * largest gamma: they bound the largest product.
- * Packet i belongs to thread i modulo all, however many rows there are and whatever the chunks: so does the order in which squares are added. */
+/* Slices that are alike are dealt: a warp takes a group of packets, which holds whole K blocks (mk_deal, program.h), so that a lane knows by arithmetic what its packets
+ * carry. One row is gathered in one pass then: its values stay in registers until the warp knows their largest, and are stored as they are staged, in order. Of several
+ * rows, and where slices are not alike, a thread takes the same packet of every row, whose values' places it looks up once in the host's map, and stages them as bf16;
+ * where the form is f16 a second pass multiplies them by the powers of two, after a barrier.
+ * A packet has the same thread and turn however many rows there are and whatever the chunks: so squares are added in one order, and a value meets one power of two. */
 
-/* A packet's values, as far as [off, off + len) of the vector holds them, to their places; m: its word of the map. Their squares are added to *sum. Returns the bits of
- * the largest magnitude. */
-template <bool F32> MK_DEV uint32_t mk_packet_order(uint4 q, uint32_t m, uint32_t off, uint32_t len, uint32_t ordered, float *sum)
+/* A lane's packet of a group. */
+typedef struct mk_hand {
+    uint32_t value, count; /* its first value, from the group's on; how many */
+    uint32_t slice;        /* of the group */
+    bool any, trailer;     /* it is of the group; it has its slice's trailer */
+} mk_hand;
+template <bool F32> MK_DEV mk_hand mk_hand_of(const mk_plan *p, mk_hands g, uint32_t lane)
 {
-    const uint32_t word[3] = {q.x, q.y, q.z}, at = MK_MAP_FIRST(m) - off, n = MK_MAP_VALUES(m), size = F32 ? 4 : 2;
-    const uint32_t to = ordered + at * size;
-    uint32_t top = 0;
+    const uint32_t s = lane * p->by_per >> 10, j = lane - s * g.per, first = j * (F32 ? 3 : 6);
+    mk_hand h;
+    h.any = lane < g.packets;
+    h.slice = s;
+    h.count = h.any && first < g.slice ? min(F32 ? 3u : 6u, g.slice - first) : 0;
+    h.value = s * g.slice + first;
+    h.trailer = h.any && j + 1 == g.per;
+    return h;
+}
+#define MK_HAND_BY(per) ((1024u + (per) - 1) / (per)) /* lane * this >> 10 is lane / per: per and lane are at most 32 */
+
+/* From one of a lane's turns at a row's packets to the next, and to the next but one: packets, values. An f32 group of 64 packets takes two turns. */
+typedef struct mk_turns {
+    uint32_t packets[2], values[2];
+} mk_turns;
+template <bool F32> MK_DEV mk_turns mk_turns_of(mk_hands g)
+{
+    const bool two = F32 && g.packets > 32;
+    const uint32_t packets = MK_WARPS * g.packets, values = MK_WARPS * g.values;
+    const mk_turns t = {{two ? 32u : packets, two ? packets : 2 * packets}, {two ? g.values / 2u : values, two ? values : 2 * values}};
+    return t;
+}
+MK_DEV uint32_t mk_turn_at(const uint32_t (&step)[2], uint32_t j)
+{
+    return (j & 1 ? step[0] : 0) + (j >> 1) * step[1];
+}
+/* A lane writes what K blocks of the warp's `group` are multiplied by. */
+MK_DEV void mk_factor_put(uint32_t k, uint32_t values, uint32_t group, float factor)
+{
+    float *to = mk_sh()->factor + group * values / 64;
+#pragma unroll 1
+    for (uint32_t v = group * values, end = v + values; v < end && v < k; v += 64) *to++ = factor;
+}
+
+/* Stages the instruction's vector, of one row, out of its packets. What does not depend on them is worked out before they are waited for. No barrier behind it yet. parity: of
+ * its sums of squares. */
+template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_dev *d, const mk_insn *in, uint32_t parity)
+{
+    constexpr uint32_t LOADS = MK_LOADS_OF(PRO), PART = LOADS < 4 ? LOADS : 4, WORDS = F32 ? 2 : 3;
+    constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS, HEADS = PRO == MK_ONE_HEADS;
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const mk_hands g = p->hands;
+    const uint32_t k = p->x.k, staged = mk_smem(sh->staging), behind = staged + mk_staged_bytes(k, FORM), plane = mk_row_stride(k);
+    const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
+    const mk_turns turns = mk_turns_of<F32>(g);
+    const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
+    const uint4 *const from = f->place.in[0] + packet0;
+    const float *const gamma = sh->args.param + p->x.param_off + value0;
+    uint4 q[LOADS];
+    float gain[RMS ? LOADS : 1][F32 ? 3 : 6];
+    uint32_t at[LOADS], value[LOADS], wanted = 0, mine[WORDS]; /* mine: which of a packet's values are the lane's */
 #pragma unroll
-    for (uint32_t k = 0; k < (F32 ? 3 : 6); k++) {
-        if (k >= n || at + k >= len) continue;
-        if (F32) {
-            const float x = __uint_as_float(word[k % 3]);
-            *sum = __fmaf_rn(x, x, *sum);
-            top = max(top, word[k % 3] & 0x7fffffffu);
-            mk_sts32(to + 4 * k, word[k % 3]);
-        } else {
-            const uint32_t bits = k & 1 ? word[k / 2] >> 16 : word[k / 2];
-            const float x = mk_bf16_value(bits);
-            *sum = __fmaf_rn(x, x, *sum);
-            top = max(top, bits & 0x7fffu);
-            mk_sts16(to + 2 * k, bits);
+    for (uint32_t j = 0; j < LOADS; j++) {
+        at[j] = mk_turn_at(turns.packets, j);
+        value[j] = mk_turn_at(turns.values, j);
+        q[j] = make_uint4(0, 0, 0, 0);
+        if (h.any && first0 + value[j] < k) {
+            wanted |= 1u << j;
+            q[j] = mk_packet_load(from + at[j]);
         }
     }
-    return F32 ? top : top << 16;
+    if (RMS)
+#pragma unroll
+        for (uint32_t j = 0; j < LOADS; j++)
+#pragma unroll
+            for (uint32_t i = 0; i < (F32 ? 3 : 6); i++) gain[j][i] = wanted & 1u << j ? __ldg(gamma + value[j] + i) : 0; /* beyond k they meet zeros */
+#pragma unroll
+    for (uint32_t i = 0; i < WORDS; i++) {
+        mine[i] = 2 * i >= h.count ? 0 : F32 && 2 * i + 1 >= h.count ? 0xffff : 0xffffffffu;
+        mk_keep(&mine[i]);
+    }
+    uint32_t left = k - value0, to0 = staged + 2 * value0, trailers = behind + 128 * d->warp + 4 * h.slice; /* a warp's turns are groups, each with 32 places */
+    const uint32_t word = HEADS ? g.slice / 2 % 3u : 0;
+    mk_keep(&left), mk_keep(&to0);
+    if (HEADS) mk_keep(&trailers);
+#pragma unroll
+    for (uint32_t j = 0; j < LOADS; j++) mk_keep(&value[j]);
+
+    uint32_t top = 0;
+    float sum = 0;
+#pragma unroll
+    for (uint32_t part = 0; part < LOADS; part += PART) {
+        if (part && group0 + value[part] >= k) break;
+        uint32_t to4[PART];
+#pragma unroll
+        for (uint32_t j = 0; j < PART; j++) to4[j] = at[part + j];
+        mk_packets_wait(from, to4, wanted >> part & ((1u << PART) - 1), f->place.epoch[0], 0, 0, packet0, *(uint4(*)[PART])(q + part));
+#pragma unroll
+        for (uint32_t j = part; j < part + PART; j++) { /* what was not asked for is zero */
+            const uint32_t to = to0 + 2 * value[j];
+            const bool has = wanted & 1u << j;
+            if (F32) {
+                float y[3] = {__uint_as_float(q[j].x), __uint_as_float(q[j].y), __uint_as_float(q[j].z)};
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++) {
+                    sum = __fmaf_rn(y[i], y[i], sum);
+                    y[i] = __fmul_rn(y[i], gain[j][i]);
+                }
+#pragma unroll
+                for (uint32_t l = 0; l < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); l++) {
+                    const uint32_t a = mk_bf16_pair(y[0], y[1]), b = mk_bf16_pair(y[2], 0);
+                    if (FP8) {
+                        q[j].x = a, q[j].y = b;
+                        continue;
+                    }
+                    if (has && mine[0]) mk_sts16(to + l * plane, a);
+                    if (has && mine[0] >> 16) mk_sts16(to + l * plane + 2, a >> 16);
+                    if (has && mine[1]) mk_sts16(to + l * plane + 4, b);
+                    y[0] -= __uint_as_float(a << 16), y[1] -= __uint_as_float(a & 0xffff0000u), y[2] -= __uint_as_float(b << 16);
+                }
+            } else {
+                uint32_t w[3] = {q[j].x, q[j].y, q[j].z};
+                if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * MK_WARPS * j, word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
+                if (!HEADS && left - value[j] < 6)
+#pragma unroll
+                    for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++) {
+                    if (HEADS) w[i] &= mine[i];
+                    if (RMS) {
+                        const float x0 = __uint_as_float(w[i] << 16), x1 = __uint_as_float(w[i] & 0xffff0000u);
+                        sum = __fmaf_rn(x0, x0, sum);
+                        sum = __fmaf_rn(x1, x1, sum);
+                        w[i] = mk_bf16_pair(__fmul_rn(x0, gain[j][2 * i]), __fmul_rn(x1, gain[j][2 * i + 1]));
+                    }
+                    if (!FP8 && has && mine[i]) mk_sts32(to + 4 * i, w[i]);
+                }
+                q[j].x = w[0], q[j].y = w[1], q[j].z = w[2];
+            }
+            if (FP8) {
+                top = __vmaxu2(__vmaxu2(top, mk_magnitudes(q[j].x)), mk_magnitudes(q[j].y));
+                if (!F32) top = __vmaxu2(top, mk_magnitudes(q[j].z));
+            }
+        }
+    }
+    __syncwarp();
+    float factor = 1;
+    if (FP8) {
+        const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
+        factor = shift.inverse;
+#pragma unroll
+        for (uint32_t j = 0; j < LOADS; j++) {
+            if (j == PART && group0 + value[j] >= k) break;
+            const uint32_t to = to0 + 2 * value[j], a = mk_f16_pair_shifted(q[j].x, shift.less), b = mk_f16_pair_shifted(q[j].y, shift.less);
+            const bool has = wanted & 1u << j;
+            if (F32) {
+                if (has && mine[0]) mk_sts16(to, a);
+                if (has && mine[0] >> 16) mk_sts16(to + 2, a >> 16);
+                if (has && mine[1]) mk_sts16(to + 4, b);
+            } else {
+                const uint32_t c = mk_f16_pair_shifted(q[j].z, shift.less);
+                if (has && mine[0]) mk_sts32(to, a);
+                if (has && mine[1]) mk_sts32(to + 4, b);
+                if (has && mine[WORDS - 1]) mk_sts32(to + 8, c);
+            }
+        }
+    }
+    /* a lane a group, for its K blocks */
+    const uint32_t group = d->warp + d->lane * MK_WARPS;
+    if (HEADS && group * g.values < k) {
+        float squares = 0;
+#pragma unroll 1
+        for (uint32_t s = 0; s * g.slice < g.values; s++) squares += __uint_as_float(mk_lds32(behind + 128 * group + 4 * s));
+        const float r = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
+        factor = __fmul_rn(factor, r);
+        if (!FP8) sh->head_rstd[0][group] = r;
+    }
+    if (FP8 && group * g.values < k) mk_factor_put(k, g.values, group, factor);
+    if (RMS) mk_row_squares(d, parity, sum);
 }
+
 /* Whether anybody publishes that packet. */
 MK_DEV bool mk_map_used(uint32_t m)
 {
     return MK_MAP_VALUES(m) || MK_MAP_TRAILER(m) < 3;
 }
-/* The word of a packet that is its slice's trailer, if it has one, to trailer[slice]. */
-MK_DEV void mk_packet_trailer(uint4 q, uint32_t m, float *trailer)
-{
-    const uint32_t w = MK_MAP_TRAILER(m);
-    if (w < 3) trailer[MK_MAP_SLICE(m)] = __uint_as_float(w == 0 ? q.x : w == 1 ? q.y : q.z);
-}
-/* 1/rms of head h of a row, out of its slices' trailers. */
-MK_DEV void mk_head_norm(const mk_dev *d, const mk_plan *p, uint32_t r, const float *trailer)
-{
-    const uint32_t heads = mk_small_quot(p->x.k, p->x.norm_group), slices = d->in->wait[0].nslice, h = d->tid;
-    if (h >= heads) return;
-    const uint32_t per = mk_small_quot(slices, heads);
-    float sum = 0;
-#pragma unroll 1
-    for (uint32_t k = h * per; k < (h + 1) * per; k++) sum += trailer[k];
-    d->sh->head_rstd[r][h] = mk_rsqrtf(mk_div(sum, (float)p->x.norm_group) + p->x.eps);
-}
-
-/* Four values from k on, at `ordered`, of which those below `end` exist: they are staged at `to`. RMS: they meet gamma g. plane: bytes between planes. */
-template <bool F32, uint32_t FORM, bool RMS> MK_DEV void mk_stage_four(uint32_t ordered, uint32_t k, uint32_t end, const float *g, float scale, uint32_t to, uint32_t plane)
-{
-    float y[4];
-    if (F32) {
-        const uint4 u = mk_lds128(ordered);
-        y[0] = __uint_as_float(u.x), y[1] = __uint_as_float(u.y), y[2] = __uint_as_float(u.z), y[3] = __uint_as_float(u.w);
-    } else {
-        const uint2 u = mk_lds64(ordered);
-        y[0] = __uint_as_float(u.x << 16), y[1] = __uint_as_float(u.x & 0xffff0000u), y[2] = __uint_as_float(u.y << 16), y[3] = __uint_as_float(u.y & 0xffff0000u);
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < 4; i++) y[i] = k + i < end ? y[i] : 0;
-    if (RMS)
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++) y[i] = __fmul_rn(y[i], g[i]);
-    const uint32_t at = to + mk_staged_at(k, FORM == MK_X_F16);
-#pragma unroll
-    for (uint32_t p = 0; p < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); p++) {
-        uint32_t u[2];
-#pragma unroll
-        for (uint32_t i = 0; i < 2; i++) {
-            float *z = y + 2 * i;
-            u[i] = mk_bf16_pair(z[0], z[1]);
-            const float y0 = __uint_as_float(u[i] << 16), y1 = __uint_as_float(u[i] & 0xffff0000u);
-            if (FORM == MK_X_F16) u[i] = mk_f16_pair(y0 * scale, y1 * scale);
-            z[0] -= y0;
-            z[1] -= y1;
-        }
-        if (FORM == MK_X_F16) {
-            mk_sts64(at, u[0], u[1]); /* four values of one chunk of 16 */
-        } else {
-            mk_sts32(at + p * plane, u[0]);
-            mk_sts32(at + p * plane + 16, u[1]);
-        }
-    }
-}
-
-/* A row's packets, N of a thread, as they were found. */
-template <uint32_t N> MK_DEV void mk_row_ask(const uint4 *from, uint32_t tid, uint32_t packets, uint4 (&q)[N])
-{
-#pragma unroll
-    for (uint32_t j = 0; j < N; j++) {
-        q[j] = make_uint4(0, 0, 0, 0);
-        if (tid + j * MK_COMPUTE < packets) q[j] = mk_packet_load(from + tid + j * MK_COMPUTE);
-    }
-}
-/* What they carry. */
-template <uint32_t N> MK_DEV void mk_row_map(const uint32_t *map, uint32_t tid, uint32_t packets, uint32_t (&m)[N])
-{
-#pragma unroll
-    for (uint32_t j = 0; j < N; j++) m[j] = __ldg(map + min(tid + j * MK_COMPUTE, packets - 1));
-}
-template <uint32_t N> MK_DEV void mk_row_unmap(uint32_t tid, uint32_t packets, uint32_t (&m)[N])
-{
-#pragma unroll
-    for (uint32_t j = 0; j < N; j++)
-        if (tid + j * MK_COMPUTE >= packets) m[j] = MK_MAP_NONE;
-}
-/* The gammas of a thread's values. */
-MK_DEV void mk_row_gammas(const float *gamma, uint32_t tid, uint32_t k, float (*g)[4])
-{
-#pragma unroll
-    for (uint32_t c = 0; c < MK_FOURS; c++) {
-        const float4 v = __ldg((const float4 *)gamma + min(tid + c * MK_COMPUTE, k / 4 - 1));
-        g[c][0] = v.x, g[c][1] = v.y, g[c][2] = v.z, g[c][3] = v.w;
-    }
-}
-MK_DEV uint32_t mk_row_gain(const float (*g)[4])
-{
-    uint32_t gain = 0;
-#pragma unroll
-    for (uint32_t c = 0; c < MK_FOURS; c++)
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++) gain = max(gain, __float_as_uint(g[c][i]) & 0x7fffffffu);
-    return gain;
-}
-/* Waits for them. */
-template <uint32_t N> MK_DEV void mk_row_wait(const uint4 *from, uint32_t tid, uint32_t r, uint32_t epoch, const uint32_t (&m)[N], uint4 (&q)[N])
-{
-    uint32_t used = 0;
-#pragma unroll
-    for (uint32_t j = 0; j < N; j++) used |= mk_map_used(m[j]) ? 1u << j : 0;
-    mk_packets_wait_every(from + tid, MK_COMPUTE, used, epoch, 0, r, tid, q);
-}
-
-/* The second pass of one row: its `fours` groups of four values, in order at `ordered`, to `staged`. RMS: they meet the thread's gammas. */
-template <bool F32, uint32_t FORM, bool RMS>
-MK_DEV void mk_stage_row(uint32_t ordered, uint32_t staged, uint32_t tid, uint32_t k, uint32_t fours, const float (*g)[4], float scale)
-{
-    if (RMS) {
-#pragma unroll
-        for (uint32_t c = 0; c < MK_FOURS; c++) {
-            const uint32_t four = tid + c * MK_COMPUTE;
-            if (four < fours) mk_stage_four<F32, FORM, true>(ordered + four * (F32 ? 16 : 8), 4 * four, k, g[c], scale, staged, mk_row_stride(k));
-        }
-    } else {
-#pragma unroll 1
-        for (uint32_t four = tid; four < fours; four += MK_COMPUTE)
-            mk_stage_four<F32, FORM, false>(ordered + four * (F32 ? 16 : 8), 4 * four, k, g[0], scale, staged, mk_row_stride(k));
-    }
-}
-
-/* One row that fits the staging area, and in order behind itself. */
-template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_one(const mk_insn *in)
+/* One row of h, its packets dealt, for EXPERT_UP and LM_HEAD. */
+template <uint32_t FORM> MK_CALL void mk_gather_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
-    mk_shared *sh = d->sh;
-    const mk_fed *f = mk_fed_of(in);
-    const mk_plan *plan = &f->plan;
-    const uint32_t k = plan->x.k, packets = plan->packets, fours = (k + 63) / 64 * 16, staged = mk_smem(sh->staging), ordered = staged + mk_staged_bytes(k, FORM);
-    const bool heads = !RMS && plan->x.prologue == MK_PRO_HEADNORM;
-    float *const trailer = (float *)(sh->staging + mk_staged_bytes(k, FORM) + ((k + 63) & ~63u) * (F32 ? 4 : 2));
-    const uint4 *from = f->place.in[0];
-    constexpr uint32_t N = MK_PACKETS_OF(F32, RMS);
-    uint32_t m[N], top = 0;
-    uint4 q[N];
-    float g[MK_FOURS][4], sum = 0;
-    mk_row_ask(from, d->tid, packets, q); /* everything is asked for before anything is looked at */
-    mk_row_map(sh->args.map + plan->map, d->tid, packets, m);
-    if (RMS) mk_row_gammas(sh->args.param + plan->x.param_off, d->tid, k, g);
-    mk_row_unmap(d->tid, packets, m);
-    mk_row_wait(from, d->tid, 0, f->place.epoch[0], m, q);
-#pragma unroll
-    for (uint32_t j = 0; j < N; j++) {
-        top = max(top, mk_packet_order<F32>(q[j], m[j], plan->x.in_off, k, ordered, &sum));
-        if (heads) mk_packet_trailer(q[j], m[j], trailer - in->wait[0].slice0);
-    }
-    if (FORM == MK_X_F16) {
-        mk_row_top(d, 0, top);
-        mk_gain(d, RMS ? mk_row_gain(g) : 0);
-    }
-    mk_sync();
-    const float scale = FORM == MK_X_F16 ? mk_row_scale(d, 0) : 1;
-    if (FORM == MK_X_F16 && d->tid == 0) sh->scale[d->memo->parity][0] = scale;
-    if (heads) mk_head_norm(d, plan, 0, trailer);
-    mk_stage_row<F32, FORM, RMS>(ordered, staged, d->tid, k, fours, g, scale);
-    if (RMS) mk_row_squares(d, 0, sum);
+    mk_take<true, FORM, MK_ONE_RMS>(d, in, d->memo->parity);
 }
 MK_DEV bool mk_is_whole(const mk_plan *p, uint32_t nrows)
 {
     return mk_staged_bytes(p->x.k, p->x.form) * nrows <= MK_STAGING;
 }
-MK_DEV bool mk_is_short(const mk_plan *p, uint32_t nrows)
-{
-    return nrows == 1 && p->scratch && mk_staged_bytes(p->x.k, p->x.form) + p->scratch <= MK_STAGING;
-}
-
 /* Waits for packet p of all rows, of which q are earlier looks. While they are late one of them alone is looked at again and again: 132 workers would ask for
  * 32 KB each. */
 MK_DEV void mk_rows_wait(const uint4 *from, uint32_t row_packets, uint32_t nrows, uint32_t p, uint32_t epoch, uint4 *q)
@@ -376,6 +378,12 @@ MK_DEV void mk_rows_wait(const uint4 *from, uint32_t row_packets, uint32_t nrows
     mk_waited(looks);
 }
 
+/* From a thread's packet p of a row, its turn *n, to its next one. */
+MK_DEV uint32_t mk_turn_next(uint32_t *n, mk_turns t, uint32_t p)
+{
+    return p + ((*n)++ & 1 ? t.packets[1] - t.packets[0] : t.packets[0]);
+}
+
 /* Any number of rows, any chunk [c0, c0 + n) of any vector. again: another chunk of a vector that has been looked at as a whole. */
 template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
 {
@@ -393,6 +401,9 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
     const uint4 *base = f->place.in[0];
     const bool heads = !RMS && plan->x.prologue == MK_PRO_HEADNORM;
     float *const trailer = sh->red; /* [row][slice] */
+    mk_hands g = plan->hands;
+    if (!g.packets) g.packets = 32;
+    const mk_turns turns = mk_turns_of<F32>(g);
     if (heads && !again) mk_sync(); /* nobody reads the reduction area any more */
 
     /* A chunk's first pass looks at the whole vector, if that is of any use, and stages nothing. */
@@ -405,31 +416,32 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
             lo = mk_find_slice(start, wait->nslice, off + c, d->lane) * v->slice_packets;
             hi = (mk_find_slice(start, wait->nslice, off + c + end - 1, d->lane) + 1) * v->slice_packets;
         }
-        uint32_t p = (lo & ~(MK_COMPUTE - 1)) + d->tid, top[MK_MAX_ROWS] = {}, gain = 0;
+        uint32_t top[MK_MAX_ROWS] = {}, turn_n = 0;
         float sum[MK_MAX_ROWS] = {};
         uint4 q[MK_MAX_ROWS] = {};
-        if (p < lo) p += MK_COMPUTE;
+        uint32_t p = d->lane < g.packets ? plan->skip + d->warp * g.packets + d->lane : hi;
+        while (p < lo) p = mk_turn_next(&turn_n, turns, p);
         if (p < hi)
 #pragma unroll
             for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
                 if (r < nrows) q[r] = mk_packet_load(base + p + r * row_packets);
         uint32_t next = p < hi ? __ldg(map + p) : 0;
 #pragma unroll 1
-        for (; p < hi; p += MK_COMPUTE) {
-            const uint32_t m = next;
+        while (p < hi) {
+            const uint32_t m = next, here_p = p;
+            p = mk_turn_next(&turn_n, turns, p);
             const int at = (int)(MK_MAP_FIRST(m) - off - c), count = min((int)MK_MAP_VALUES(m), (int)end - at); /* values [max(0, -at), count) are ours */
-            const bool ahead = p + MK_COMPUTE < hi;
-            float g[VALUES] = {};
+            const bool ahead = p < hi;
+            float gain[VALUES] = {};
             uint32_t to[VALUES], mask[VALUES], turn = 0x3210;
-            const uint32_t nowhere = staged + stride - 64; /* between two rows nobody looks */
-            if (ahead) next = __ldg(map + p + MK_COMPUTE);
+            const uint32_t nowhere = staged + stride - 32; /* between two rows nobody looks */
+            if (ahead) next = __ldg(map + p);
 #pragma unroll
             for (int e = 0; e < (int)VALUES; e++) {
                 const bool ours = at + e >= 0 && e < count;
-                to[e] = staged + (ours ? mk_staged_at(at + e, FORM == MK_X_F16) : stride - 64);
+                to[e] = ours ? staged + 2 * (at + e) : nowhere;
                 mask[e] = ours ? 0xffffffffu : 0;
-                if (RMS && ours) g[e] = __ldg(gamma + c + at + e);
-                if (RMS) gain = max(gain, __float_as_uint(g[e]) & 0x7fffffffu);
+                if (RMS && ours) gain[e] = __ldg(gamma + c + at + e);
             }
             uint32_t single = 0, last = 0;
             if constexpr (PAIRS) { /* to[0..2]: three words; to[3], to[4]: value 0 and the last one, where they are alone in their words */
@@ -442,25 +454,25 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
 #pragma unroll
                 for (int e = 0; e < 3; e++) {
                     const int i = 2 * e + (odd ? 1 : 0);
-                    to[e] = at + i >= 0 && i + 1 < count ? staged + mk_staged_at(at + i, FORM == MK_X_F16) : nowhere;
+                    to[e] = at + i >= 0 && i + 1 < count ? staged + 2 * (at + i) : nowhere;
                 }
-                to[3] = odd && first_ours ? staged + mk_staged_at(at, FORM == MK_X_F16) : nowhere;
-                to[4] = !((at + l) & 1) && last_ours ? staged + mk_staged_at(at + l, FORM == MK_X_F16) : nowhere;
+                to[3] = odd && first_ours ? staged + 2 * at : nowhere;
+                to[4] = !((at + l) & 1) && last_ours ? staged + 2 * (at + l) : nowhere;
                 single = (uint32_t)l >> 1;
                 last = l & 1 ? 16 : 0;
             }
-            if (mk_map_used(m)) mk_rows_wait(base + p, row_packets, nrows, p, epoch, q);
+            if (mk_map_used(m)) mk_rows_wait(base + here_p, row_packets, nrows, here_p, epoch, q);
 #pragma unroll
             for (uint32_t r = 0; r < MK_MAX_ROWS; r++) {
                 if (r >= nrows) break;
                 const uint32_t word[3] = {q[r].x, q[r].y, q[r].z}, row = r * stride;
-                if (ahead) q[r] = mk_packet_load(base + p + MK_COMPUTE + r * row_packets); /* on its way while the others are staged */
+                if (ahead) q[r] = mk_packet_load(base + p + r * row_packets); /* on its way while the others are staged */
                 if (heads && look && MK_MAP_TRAILER(m) < 3)
                     trailer[r * wait->nslice + MK_MAP_SLICE(m) - wait->slice0] = __uint_as_float(MK_MAP_TRAILER(m) == 0 ? word[0] : MK_MAP_TRAILER(m) == 1 ? word[1] : word[2]);
                 if constexpr (PAIRS) {
                     if (FORM == MK_X_F16)
 #pragma unroll
-                        for (int e = 0; e < 3; e++) top[r] = __vmaxu2(top[r], word[e] & mask[e] & 0x7fff7fffu);
+                        for (int e = 0; e < 3; e++) top[r] = __vmaxu2(top[r], mk_magnitudes(word[e] & mask[e]));
                     if (!stage) continue;
                     if (mk_minds(to[0], nowhere)) mk_sts32(to[0] + row, __byte_perm(word[0], word[1], turn));
                     if (mk_minds(to[1], nowhere)) mk_sts32(to[1] + row, __byte_perm(word[1], word[2], turn));
@@ -472,11 +484,11 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
                     for (uint32_t e = 0; e < VALUES; e++) {
                         const uint32_t bits = (F32 ? word[e % 3] : e & 1 ? word[e / 2] & 0xffff0000u : word[e / 2] << 16) & mask[e];
                         float y = __uint_as_float(bits);
-                        if (FORM == MK_X_F16) top[r] = max(top[r], bits & 0x7fffffffu);
                         if (RMS) {
                             sum[r] = __fmaf_rn(y, y, sum[r]);
-                            y = __fmul_rn(y, g[e]);
+                            y = __fmul_rn(y, gain[e]);
                         }
+                        if (FORM == MK_X_F16) top[r] = max(top[r], mk_bf16_bits(y) & 0x7fffu);
                         if (!stage) continue;
 #pragma unroll
                         for (uint32_t i = 0; i < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); i++) {
@@ -490,14 +502,10 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
         }
         __syncwarp();
         if (look) {
-            if (FORM == MK_X_F16) {
+            if (FORM == MK_X_F16)
 #pragma unroll
-                for (uint32_t r = 0; r < MK_MAX_ROWS; r++) {
-                    const uint32_t high = top[r] & 0xffff0000u, low = top[r] << 16;
-                    if (r < nrows) mk_row_top(d, r, PAIRS ? max(high, low) : top[r]);
-                }
-                mk_gain(d, gain);
-            }
+                for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
+                    if (r < nrows) mk_row_top(d, r, mk_top_of(top[r]));
             if (RMS) { /* each as mk_warp_sum would have it */
                 const float s = mk_warp_eight(sum, d->lane);
                 if ((d->lane & 3) == 0) sh->sumsq[d->memo->parity][d->lane / 4][d->warp] = s;
@@ -507,7 +515,7 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
         look = false;
     }
 
-    if (d->tid < nrows * (FORM == MK_X_F32 ? MK_PLANES_F32 : 1)) mk_stage_pad(staged + d->tid * stride, n, FORM == MK_X_F16);
+    if (d->tid < nrows * (FORM == MK_X_F32 ? MK_PLANES_F32 : 1)) mk_stage_pad(staged + d->tid * stride, n);
     if (FORM != MK_X_F16 && !heads) return;
     mk_sync();
     if (heads && !again) {
@@ -518,41 +526,44 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
             float s = 0;
 #pragma unroll 1
             for (uint32_t t = 0; t < per; t++) s += trailer[r * wait->nslice + h * per + t];
-            sh->head_rstd[r][h] = mk_rsqrtf(mk_div(s, (float)plan->x.norm_group) + plan->x.eps);
+            sh->head_rstd[r][h] = mk_rsqrt(__fmaf_rn(s, plan->inv_k, plan->x.eps));
         }
     }
     if (FORM == MK_X_F16) {
+        if (heads) mk_sync();
+        const uint32_t blocks = (n + 63) / 64, eights = blocks * 8;
+#pragma unroll 1
+        for (uint32_t i = d->tid; i < nrows * blocks; i += MK_COMPUTE) {
+            const uint32_t r = mk_small_quot(i, blocks), v = c0 + (i - r * blocks) * 64;
+            const float x = mk_row_shift(d, plan, r, v).inverse;
+            sh->factor[i] = heads ? __fmul_rn(x, sh->head_rstd[r][v / 64 >> plan->head_shift]) : x;
+        }
         const uint32_t ways = nrows > 4 ? 1 : nrows > 2 ? 2 : nrows > 1 ? 4 : 8, r = d->warp / ways, part = d->warp & (ways - 1); /* warps of a row */
         if (r >= nrows) return;
-        const float scale = mk_row_scale(d, r);
-        if (part == 0 && d->lane == 0) sh->scale[d->memo->parity][r] = scale;
 #pragma unroll 2
-        for (uint32_t i = part * 32 + d->lane; i < (n + 63) / 64 * 8; i += ways * 32) {
+        for (uint32_t i = part * 32 + d->lane; i < eights; i += ways * 32) {
+            const uint32_t less = mk_row_shift(d, plan, r, c0 + i * 8).less;
             const uint32_t at = staged + r * stride + i * 16;
             const uint4 b = mk_lds128(at);
-            mk_sts64(at, mk_f16_scaled(b.x, scale), mk_f16_scaled(b.y, scale));
-            mk_sts64(at + 8, mk_f16_scaled(b.z, scale), mk_f16_scaled(b.w, scale));
+            mk_sts64(at, mk_f16_pair_shifted(b.x, less), mk_f16_pair_shifted(b.y, less));
+            mk_sts64(at + 8, mk_f16_pair_shifted(b.z, less), mk_f16_pair_shifted(b.w, less));
         }
     }
 }
 
-template <bool F32, uint32_t FORM> MK_DEV void mk_gather_of(const mk_insn *in, bool brief, uint32_t c0, uint32_t n, bool again)
+template <bool F32, uint32_t FORM> MK_DEV void mk_gather_of(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
 {
-    const bool rms = mk_fed_of(in)->plan.x.prologue == MK_PRO_RMS;
-    if (brief)
-        rms ? mk_gather_one<F32, FORM, true>(in) : mk_gather_one<F32, FORM, false>(in);
-    else
-        rms ? mk_gather_rows<F32, FORM, true>(in, c0, n, again) : mk_gather_rows<F32, FORM, false>(in, c0, n, again);
+    mk_fed_of(in)->plan.x.prologue == MK_PRO_RMS ? mk_gather_rows<F32, FORM, true>(in, c0, n, again) : mk_gather_rows<F32, FORM, false>(in, c0, n, again);
 }
-MK_DEV void mk_gather(const mk_insn *in, bool brief, uint32_t c0, uint32_t n, bool again)
+MK_DEV void mk_gather(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
 {
     const mk_plan *p = &mk_fed_of(in)->plan;
     if (p->x.form == MK_X_F16)
-        p->f32 ? mk_gather_of<true, MK_X_F16>(in, brief, c0, n, again) : mk_gather_of<false, MK_X_F16>(in, brief, c0, n, again);
+        p->f32 ? mk_gather_of<true, MK_X_F16>(in, c0, n, again) : mk_gather_of<false, MK_X_F16>(in, c0, n, again);
     else if (p->x.form == MK_X_F32)
-        mk_gather_of<true, MK_X_F32>(in, brief, c0, n, again);
+        mk_gather_of<true, MK_X_F32>(in, c0, n, again);
     else
-        p->f32 ? mk_gather_of<true, MK_X_BF16>(in, brief, c0, n, again) : mk_gather_of<false, MK_X_BF16>(in, brief, c0, n, again);
+        p->f32 ? mk_gather_of<true, MK_X_BF16>(in, c0, n, again) : mk_gather_of<false, MK_X_BF16>(in, c0, n, again);
 }
 
 /* Stages values [c0, c0 + n) of wait 0's vector; whole: that is all of it, which stays for instructions that read the same vector in the same way. All compute
@@ -575,21 +586,36 @@ MK_DEV void mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint32_t 
         memo->parity ^= 1; /* sums and scales of the vector before may still be read */
     }
     __syncwarp();
-    mk_gather(in, whole && mk_is_short(p, sh->step.nrows), c0, n, c0 != 0);
+    if (p->dealt && sh->step.nrows == 1)
+        p->x.form == MK_X_F16 ? mk_gather_one<MK_X_F16>(in) : mk_gather_one<MK_X_BF16>(in);
+    else
+        mk_gather(in, c0, n, c0 != 0);
     mk_sync();
 }
 
-/* The vector of an instruction before, which gemv_one.cuh has left in order behind its three planes, staged as f16 with the same norm: what is known of it holds. */
+/* The vector of an instruction before, with the same norm, which lies there in three planes: the first of them becomes f16, by the warps that gathered it. */
 MK_CALL void mk_stage_again(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_plan *p = &mk_fed_of(in)->plan;
-    const uint32_t k = p->x.k, fours = (k + 63) / 64 * 16, staged = mk_smem(d->sh->staging), ordered = staged + mk_staged_bytes(k, MK_X_F32);
-    float g[MK_FOURS][4];
-    mk_row_gammas(d->sh->args.param + p->x.param_off, d->tid, k, g);
-    const float scale = mk_row_scale(d, 0);
-    if (d->tid == 0) d->sh->scale[d->memo->parity][0] = scale;
-    mk_stage_row<true, MK_X_F16, true>(ordered, staged, d->tid, k, fours, g, scale);
+    const uint32_t k = p->x.k, values = p->hands.values, staged = mk_smem(d->sh->staging), at = staged + 2 * d->warp * values + 16 * d->lane, step = 2 * MK_WARPS * values;
+    const uint32_t end = staged + 2 * (8 * d->lane < values ? k : 0);
+    uint32_t top = 0;
+#pragma unroll 1
+    for (uint32_t i = at; i < end; i += step) {
+        const uint4 q = mk_lds128(i);
+        top = __vmaxu2(top, __vmaxu2(__vmaxu2(mk_magnitudes(q.x), mk_magnitudes(q.y)), __vmaxu2(mk_magnitudes(q.z), mk_magnitudes(q.w))));
+    }
+    __syncwarp();
+    const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
+#pragma unroll 1
+    for (uint32_t i = at; i < end; i += step) {
+        const uint4 q = mk_lds128(i);
+        mk_sts64(i, mk_f16_pair_shifted(q.x, shift.less), mk_f16_pair_shifted(q.y, shift.less));
+        mk_sts64(i + 8, mk_f16_pair_shifted(q.z, shift.less), mk_f16_pair_shifted(q.w, shift.less));
+    }
+    const uint32_t group = d->warp + d->lane * MK_WARPS;
+    if (group * values < k) mk_factor_put(k, values, group, shift.inverse);
     __syncwarp();
     if (d->lane == 0) d->memo->staged = p->key;
     mk_sync();
@@ -673,6 +699,40 @@ MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, u
         if (both) r[1u << log] = acc->tile[j].y;
         if (both) r[(1u << log) + 8] = acc->tile[j].w;
     }
+}
+/* Where this warp's part of one column begins, and where row i's sums do, as shared addresses: `red` is that of the area. */
+MK_DEV uint32_t mk_part_at(uint32_t red, uint32_t n, uint32_t at)
+{
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = warp % MK_GROUP_WARPS;
+    return red + (n > 16 * MK_TILES ? (group * 2 + (member & 1)) * 512 + (member >> 1) * 256 : (group * 4 + member) * 256) + lane; /* lanes 0, 4, 8 ...: rows 0, 1, 2 ... */
+}
+MK_DEV void mk_part_put(uint32_t at, uint32_t n, const mk_accs *acc)
+{
+    const uint32_t tiles = n > 16 * MK_TILES ? MK_TILES : (n + 15) / 16;
+    if (threadIdx.x & 3) return;
+#pragma unroll
+    for (uint32_t j = 0; j < MK_TILES; j++) {
+        if (j >= tiles) break;
+        mk_sts32(at + 64 * j, __float_as_uint(acc->tile[j].x));
+        mk_sts32(at + 64 * j + 32, __float_as_uint(acc->tile[j].z));
+    }
+}
+/* In the order of mk_red_get. at: of row i. */
+MK_DEV float mk_part_get(uint32_t at, uint32_t n)
+{
+    float x[MK_WARPS], sum = 0;
+    if (n > 16 * MK_TILES) {
+#pragma unroll
+        for (uint32_t p = 0; p < MK_WARPS / 2; p++) x[p] = __uint_as_float(mk_lds32(at + 512 * p));
+#pragma unroll
+        for (uint32_t p = 0; p < MK_WARPS / 2; p++) sum = __fadd_rn(sum, x[p]);
+    } else {
+#pragma unroll
+        for (uint32_t p = 0; p < MK_WARPS; p++) x[p] = __uint_as_float(mk_lds32(at + 256 * p));
+#pragma unroll
+        for (uint32_t p = 0; p < MK_WARPS; p++) sum = __fadd_rn(sum, x[p]);
+    }
+    return sum;
 }
 /* Matrix row i, column c. */
 MK_DEV float mk_parts_sum(const float *red, uint32_t n, uint32_t i, uint32_t c, uint32_t cols)

@@ -1,4 +1,4 @@
-/* The product of a segment's stages with a staged vector, by mma.sync: who takes which stage and K block, and how values lie, is said in matvec.cuh. */
+/* The product of a segment's stages with a staged vector, by mma.sync: who takes which stage and K block, and how weights lie, is said in matvec.cuh. */
 #ifndef MK_PRODUCT_CUH
 #define MK_PRODUCT_CUH
 
@@ -49,11 +49,31 @@ MK_DEV void mk_ldmatrix(uint32_t *a, uint32_t at)
 {
     asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at));
 }
-MK_DEV uint4 mk_ldx(uint32_t at)
+/* Right operands: of four chunks of 8 bf16 values, whose first and others the lanes know the addresses of as ldmatrix wants them; of 32 f16 values, of which a lane takes four
+ * at `at` and four 16 further. */
+MK_DEV uint4 mk_ldx_bf16(uint32_t at)
+{
+    uint32_t v[4];
+    mk_ldmatrix(v, at);
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
+MK_DEV uint4 mk_ldx_f16(uint32_t at)
 {
     uint4 v;
-    asm("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    asm("ld.shared.v2.u32 {%0, %1}, [%2 + 32];" : "=r"(v.z), "=r"(v.w) : "r"(at));
     return v;
+}
+/* Where a lane's right operands are in a staged K block, from the row of its column on. */
+template <bool FP8> MK_DEV uint32_t mk_ldx_at(uint32_t lane)
+{
+    return FP8 ? (lane & 3) * 8 : (lane >> 3) * 16;
+}
+/* The column that it has them of, of which the matrix multiplied has `cols`; for others any will do. */
+template <bool FP8> MK_DEV uint32_t mk_ldx_column(uint32_t lane, uint32_t cols)
+{
+    const uint32_t c = FP8 ? lane >> 2 : lane & 7;
+    return c < cols ? c : 0;
 }
 MK_DEV float mk_lds(uint32_t at)
 {
@@ -77,8 +97,8 @@ MK_DEV void mk_tile_product(float *part, uint32_t w, uint32_t rows, uint4 x, uin
     mk_mma_bf16_first(part, a, x.x, x.y);
     mk_mma_bf16(part, b, x.z, x.w);
 }
-/* e4m3: w: the weights, 32 bytes of k and then the other 32; x0, x1: right operands of each. An mma.sync takes the four values of a word: their partners lie side by
- * side as staged, and which k it takes together is its own affair. */
+/* e4m3: w: the weights, 32 bytes of k and then the other 32; x0, x1: right operands of each. An mma.sync takes the four values of a word: which k it takes together is
+ * its own affair. */
 MK_DEV void mk_tile_product_fp8(float *part, const uint32_t *w, uint4 x0, uint4 x1)
 {
 #pragma unroll
@@ -139,44 +159,76 @@ template <bool ONE> MK_DEV void mk_tile_add(float4 *sum, const float *part, floa
     sum->w = __fmaf_rn(part[3], f1 * n1, sum->w);
 }
 
+/* As it is, in a register: not worked out once more where it is used, which is on the way of the token. */
+MK_DEV void mk_keep(uint32_t *x)
+{
+    asm volatile("" : "+r"(*x));
+}
+
+/* A warp's part of a segment's product: what does not depend on what is multiplied, nor on the number of tiles, so that it can be known before the vector is there. */
+typedef struct mk_way {
+    uint32_t first;               /* stage: how many after the ring's next */
+    uint32_t way, ways;           /* of the K blocks of a stage */
+    uint32_t row_at;              /* of ldmatrix, in a K block: chunk lane / 16, row lane % 16 of the warp's first tile */
+    uint32_t kb_bytes, scale_row; /* from K block to K block; from scale row to scale row */
+    uint32_t c[2 * MK_TILES];     /* FP8: where the scales of its tiles' upper and lower rows are, from a scale row on */
+} mk_way;
+template <bool FP8> MK_DEV mk_way mk_way_of(const mk_tile *t, uint32_t at, uint32_t scales)
+{
+    const uint32_t rows = t->rows, warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = warp % MK_GROUP_WARPS;
+    const bool sides = rows > 16 * MK_TILES;
+    const uint32_t half = t->halves == 2 ? rows / 2 : rows, row0 = sides ? (member >> 1) * 16 * MK_TILES : 0;
+    mk_way w;
+    w.first = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1);
+    w.ways = sides ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS;
+    w.way = member & (w.ways - 1);
+    w.row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16;
+    w.kb_bytes = rows * MK_KBLOCK_BYTES;
+    w.scale_row = (t->halves == 2 ? 8 : 4) * t->nseg;
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * MK_TILES; i++) w.c[i] = FP8 ? mk_scale_of(row0 + 8 * i + (lane >> 2), rows, half, t->nseg, t->phase) - scales : 0;
+    return w;
+}
+MK_DEV void mk_way_keep(mk_way *w)
+{
+    mk_keep(&w->first), mk_keep(&w->ways), mk_keep(&w->way), mk_keep(&w->row_at), mk_keep(&w->kb_bytes), mk_keep(&w->scale_row);
+#pragma unroll
+    for (uint32_t i = 0; i < 2 * MK_TILES; i++) mk_keep(&w->c[i]);
+}
+
 /* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what
  * stands at shared address x. cols: staged rows, `stride` bytes apart; planes follow at cols * stride. ONE: cols is 1. */
 template <uint32_t FORM, uint32_t NT, bool ONE>
-MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
+MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift,
+                             mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     mk_shared *sh = mk_sh();
-    const mk_lap lap = sh->lap[ring];
-    const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, shift = t->shift, kb_bytes = rows * MK_KBLOCK_BYTES;
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS;
-    const uint32_t first = s0 + ((warp / MK_GROUP_WARPS - slot->at) & (MK_GROUPS - 1));
-    const bool sides = rows > 16 * MK_TILES;
-    const uint32_t ways = sides ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS, way = member & (ways - 1), row0 = sides ? (member >> 1) * 16 * MK_TILES : 0;
-    const uint32_t half = t->halves == 2 ? rows / 2 : rows, scale_row = (t->halves == 2 ? 8 : 4) * t->nseg;
-    const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16; /* of ldmatrix: chunk lane / 16, row lane % 16 */
-    const uint32_t column = x + (!ONE && g < cols ? g : 0) * stride + l * 16, plane = cols * stride, norm = mk_smem(sh->head_rstd[ONE ? 0 : 2 * l]);
-    uint32_t c[2 * NT], turn = first / MK_GROUPS * per; /* K blocks of the partial sum before */
-#pragma unroll
-    for (uint32_t i = 0; i < 2 * NT; i++) c[i] = FP8 ? mk_scale_of(row0 + 8 * i + g, rows, half, t->nseg, t->phase) - lap.scales : 0;
+    const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, shift = t->shift, kb_bytes = y->kb_bytes, ways = y->ways, lane = threadIdx.x % 32, l = lane & 3, first = s0 + y->first;
+    const uint32_t column = x + (ONE ? 0 : mk_ldx_column<FP8>(lane, cols)) * stride + mk_ldx_at<FP8>(lane), plane = cols * stride;
+    /* what a K block's products are multiplied by, in columns 2 l and 2 l + 1: of K block s0, and bytes to that of the second */
+    const uint32_t norm_row = 4 * (FP8 ? stride >> 7 : MK_MAX_NORM_HEADS), n_row = min(2 * l, cols - 1), next_norm = 2 * l + 1 < cols ? norm_row : 0;
+    const uint32_t norm = (FP8 ? mk_smem(sh->factor) - 4 * s0 * per : mk_smem(sh->head_rstd)) + (ONE ? 0 : n_row * norm_row);
+    uint32_t turn = first / MK_GROUPS * per; /* K blocks of the partial sum before */
 
 #pragma unroll 1
     for (uint32_t s = first; s < s1; s += MK_GROUPS, turn += per) {
         const uint32_t kb = s * per, nk = nkb - kb < per ? nkb - kb : per;
         mk_stage_wait(slot->bar, slot->phase, ring == MK_TAPE ? MK_FAULT_TAPE : MK_FAULT_EXPERT);
-        const uint32_t b0 = (way - turn) & (ways - 1);
-        uint32_t w = mk_after(slot->stage + row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0 - s0 * per) * (FP8 ? 128 : 64);
-        const uint32_t scales = mk_after(slot->stage);
+        const uint32_t b0 = (y->way - turn) & (ways - 1);
+        uint32_t w = mk_after(slot->stage + y->row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0 - s0 * per) * (FP8 ? 128 : 64);
+        const uint32_t scales = mk_after(slot->stage), norms = mk_after(norm);
 #pragma unroll 1
         for (uint32_t k = kb + b0; k < kb + nk; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
             float part[NT][4], n0 = 1, n1 = 1;
-            const uint4 v0 = mk_ldx(xk), v1 = FP8 ? mk_ldx(xk + 64) : v0;
-            if (head_shift != MK_NO_NORM) {
-                n0 = mk_lds(norm + 4 * (k >> head_shift));
-                if (!ONE) n1 = mk_lds(norm + 4 * MK_MAX_NORM_HEADS + 4 * (k >> head_shift));
+            const uint4 v0 = FP8 ? mk_ldx_f16(xk) : mk_ldx_bf16(xk), v1 = FP8 ? mk_ldx_f16(xk + 64) : v0;
+            if (FP8 || head_shift != MK_NO_NORM) {
+                n0 = mk_lds(norms + 4 * (FP8 ? k : k >> head_shift));
+                if (!ONE) n1 = mk_lds(norms + next_norm + 4 * (FP8 ? k : k >> head_shift));
             }
             if (FP8) {
                 mk_fp8_tiles<NT> b;
-                mk_fp8_load<NT>(&b, w, rows, scales + (k >> shift) * scale_row, c);
+                mk_fp8_load<NT>(&b, w, rows, scales + (k >> shift) * y->scale_row, y->c);
                 if (k + ways >= kb + nk) mk_stage_leave(slot->bar + MK_EMPTY, lane);
 #pragma unroll
                 for (uint32_t j = 0; j < NT; j++) mk_tile_product_fp8(part[j], b.w[j], v0, v1);
@@ -190,7 +242,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, uin
                     if (FORM == MK_X_F32)
 #pragma unroll
                         for (uint32_t p = 1; p < MK_PLANES_F32; p++) {
-                            const uint4 v = mk_ldx(xk + p * plane);
+                            const uint4 v = mk_ldx_bf16(xk + p * plane);
                             mk_mma_bf16(part[j], a, v.x, v.y);
                             mk_mma_bf16(part[j], b, v.z, v.w);
                         }
@@ -200,19 +252,27 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, uin
             }
         }
         if (!FP8 || b0 >= nk) mk_stage_leave(slot->bar + MK_EMPTY, lane);
-        mk_next_move(slot, &lap);
+        mk_next_move(slot, lap);
     }
     slot->at += s1 - s0;
     return acc;
 }
+/* Warps have up to MK_TILES tiles each, with two sides all of them have so many, of which the second's last may be none. */
+template <uint32_t FORM, bool ONE>
+MK_DEV mk_accs mk_product_by(uint32_t ring, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift,
+                             mk_accs acc)
+{
+    if (t->rows <= 16) return mk_product_as<FORM, 1, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (t->rows <= 32) return mk_product_as<FORM, 2, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (t->rows <= 48) return mk_product_as<FORM, 3, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
+    return mk_product_as<FORM, 4, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
+}
 template <uint32_t FORM, bool ONE>
 MK_DEV mk_accs mk_product_of(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
-    const uint32_t tiles = (t->rows + 15) / 16; /* with two sides: all four, of which the second's last may be none */
-    if (tiles == 1) return mk_product_as<FORM, 1, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
-    if (tiles == 2) return mk_product_as<FORM, 2, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
-    if (tiles == 3) return mk_product_as<FORM, 3, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
-    return mk_product_as<FORM, 4, ONE>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+    const mk_lap lap = mk_sh()->lap[ring];
+    const mk_way y = mk_way_of<FORM == MK_X_F16>(t, slot->at, lap.scales);
+    return mk_product_by<FORM, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
 }
 template <uint32_t FORM>
 MK_DEV mk_accs mk_product(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)

@@ -27,7 +27,8 @@
 #define MK_EXPERT_STAGES  4u
 #define MK_PACE           2u     /* stages of the static ring under way at once before a segment's product has begun: kernel.cu, feed_segment */
 #define MK_STAGED_VALUES  2304u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
-#define MK_STAGING        (MK_MAX_ROWS * (MK_STAGED_VALUES * 2 + 64)) /* 64: matvec.cuh, mk_row_stride */
+#define MK_STAGING        (MK_MAX_ROWS * (MK_STAGED_VALUES * 2 + 64)) /* 32 of them: mk_row_stride; attention needs the others */
+#define MK_STAGED_BLOCKS  (MK_STAGING / 128)                          /* of 64 values */
 #define MK_TILE_BYTES     1024u /* a chunk of 64 rows: ldmatrix may read as far, however few rows there are */
 #define MK_INSN_RING      4u
 #define MK_MAX_VEC        48u
@@ -134,6 +135,11 @@ typedef struct mk_whole {
     uint16_t values;   /* of a slice */
     uint16_t slices;   /* of a head */
 } mk_whole;
+/* mk_deal (program.h) in four bytes; packets 0: slices are not alike, and what each packet carries is looked up. */
+typedef struct mk_hands {
+    uint8_t packets, values; /* of a group, which is a warp's: group g is that of warp g mod MK_WARPS */
+    uint8_t slice, per;      /* of a slice: values, packets */
+} mk_hands;
 /* What follows from an instruction of the matrix opcodes alone, worked out by the host: all that compute warps do is on the way of the token. */
 typedef struct mk_plan {
     alignas(16) mk_tile tile; /* GEMV, LM_HEAD; EXPERT_UP: the longest slice; EXPERT_DOWN: an expert's, nst is even */
@@ -146,11 +152,14 @@ typedef struct mk_plan {
     };
     uint32_t key;             /* the same for inputs that are staged alike; 0: none */
     uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row */
-    uint32_t scratch;         /* bytes that one row's values take in order, with the trailers; 0: the vector is not for mk_gather_one */
-    uint32_t head_shift;      /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
-    float inv_k;              /* 1 / x.k */
-    uint32_t f32;             /* packets carry f32 */
-    uint32_t one;             /* what runs in a step of one row: MK_ONE, MK_ONE_*; 0: the opcode */
+    mk_hands hands;           /* how warps share wait 0's packets */
+    uint16_t skip, by_per;    /* packets before the first that is wanted; of a division by hands.per: mk_hand_of */
+    float inv_k;              /* 1 / the values of a norm: x.k, x.norm_group */
+    uint8_t one;              /* what runs in a step of one row: MK_ONE, MK_ONE_*; 0: the opcode */
+    uint8_t f32;              /* packets carry f32 */
+    uint8_t head_shift;       /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
+    uint8_t dealt;            /* EXPERT_UP, LM_HEAD: one row is gathered as its packets are dealt */
+    uint32_t pad;
     uint32_t end;             /* MK_END_*; the gate's word in its packet << 8 */
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
     uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
@@ -163,10 +172,16 @@ typedef struct mk_plan {
 static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32 };
 /* Never an opcode: a controller puts it in an instruction's place. */
-#define MK_ONE(f32, form, rms) (0x40u | (f32) | (form) << 1 | (rms) << 3)
-enum { MK_ONE_COUNT = 0x60, /* nothing but its increment: GQA_APPEND, KV_APPEND whose row the partials write */
-       MK_ONE_GQA = 0x61, MK_ONE_MLA = 0x62,
-       MK_ONE_NONE = 0x63 /* nothing at all: COMBINE of a row whose partials publish what it would */ };
+#define MK_ONE(f32, form, pro) (0x40u | (f32) | (form) << 1 | (pro) << 3)
+enum { MK_ONE_PLAIN = 0, MK_ONE_RMS = 1, MK_ONE_HEADS = 2, MK_ONE_LONG = 3, MK_ONE_SHORT = 4 }; /* prologues; LONG, SHORT: none, but more or fewer packets */
+/* Those that there are. */
+#define MK_ONES(X) \
+    X(true, MK_X_F16, MK_ONE_RMS) X(true, MK_X_F32, MK_ONE_RMS) X(true, MK_X_BF16, MK_ONE_RMS) \
+    X(false, MK_X_F16, MK_ONE_PLAIN) X(false, MK_X_F16, MK_ONE_RMS) X(false, MK_X_F16, MK_ONE_HEADS) X(false, MK_X_F16, MK_ONE_LONG) X(false, MK_X_F16, MK_ONE_SHORT) \
+    X(false, MK_X_BF16, MK_ONE_PLAIN) X(false, MK_X_BF16, MK_ONE_RMS) X(false, MK_X_BF16, MK_ONE_HEADS) X(false, MK_X_BF16, MK_ONE_LONG) X(false, MK_X_BF16, MK_ONE_SHORT)
+enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND whose row the partials write */
+       MK_ONE_GQA = 0x71, MK_ONE_MLA = 0x72,
+       MK_ONE_NONE = 0x73 /* nothing at all: COMBINE of a row whose partials publish what it would */ };
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
 #define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
 #define MK_NO_NORM 15u
@@ -266,7 +281,7 @@ typedef struct mk_memo {
     uint32_t staged, step;  /* what the staging area holds: mk_plan.key of that step; 0: nothing that may be used again */
     uint32_t turn;          /* of the reduction area's halves */
     uint32_t chunk;         /* of a vector that does not fit the staging area */
-    uint32_t parity;        /* of what is known of a gathered vector: sumsq, top, gain, scale */
+    uint32_t parity;        /* of a gathered vector's sums of squares */
     uint32_t route_parity;  /* of the expert loader's barriers */
     uint32_t n;             /* instructions so far */
 } mk_memo;
@@ -285,10 +300,9 @@ typedef struct mk_shared {
     alignas(128) uint8_t staging[MK_STAGING]; /* gathered vectors; scratch of the opcodes that gather none */
     alignas(16) float red[MK_RED_FLOATS];     /* partial tiles of the compute warps */
     alignas(16) float sumsq[2][MK_MAX_ROWS][MK_WARPS]; /* of a gathered vector's row: by warp */
-    uint32_t top[2][MK_MAX_ROWS][MK_WARPS];  /* bits of its largest magnitude */
-    uint32_t gain[2][MK_WARPS];              /* bits of the largest factor that a value may still meet; 0: none */
-    float scale[2][MK_MAX_ROWS];             /* what it was multiplied by */
+    alignas(16) uint32_t top[MK_MAX_ROWS][MK_WARPS];   /* bits of its largest magnitude */
     alignas(16) float head_rstd[MK_MAX_ROWS][MK_MAX_NORM_HEADS];
+    float factor[MK_STAGED_BLOCKS];                    /* what K blocks of staged FP8 inputs are multiplied by: [row][K blocks that are staged] */
     alignas(16) mk_vec vec[MK_MAX_VEC];
     uint16_t start[MK_MAX_START];
     mk_fed fed[MK_INSN_RING];
@@ -356,17 +370,16 @@ MK_BOTH uint32_t mk_form(uint32_t wtype, int f32)
 /* Bytes from row to row (planes follow each other like rows): values come in K blocks, and rows fall into different banks. */
 MK_BOTH uint32_t mk_row_stride(uint32_t k)
 {
-    return ((k + 63) & ~63u) * 2 + 64;
+    return ((k + 63) & ~63u) * 2 + 32;
 }
 /* Bytes of a staged row, all planes. */
 MK_BOTH uint32_t mk_staged_bytes(uint32_t k, uint32_t form)
 {
     return mk_row_stride(k) * (form == MK_X_F32 ? MK_PLANES_F32 : 1);
 }
-/* What one row takes: packets of a thread, groups of four values of a thread. */
-#define MK_PACKETS_OF(f32, rms) ((f32) || (rms) ? 4u : 6u)
-#define MK_FOURS   3u
-static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 64) <= MK_STAGING, "three planes of a chunk fit the staging area");
+/* Packets of a thread, of one row whose packets are dealt. */
+#define MK_LOADS_OF(pro) ((pro) == MK_ONE_LONG ? 8u : (pro) == MK_ONE_SHORT ? 1u : 4u)
+static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 32) <= MK_STAGING, "three planes of a chunk fit the staging area");
 
 #ifdef __CUDACC__
 

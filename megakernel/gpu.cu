@@ -355,6 +355,33 @@ static uint32_t input_number(input_keys *t, const mk_insn *in, const mk_input *x
     return t->n;
 }
 
+/* What takes a row of these, if anything does. */
+static uint32_t one_of(uint32_t f32, uint32_t form, uint32_t pro)
+{
+#define X(a, b, c) if (f32 == a && form == b && pro == c) return MK_ONE(a, b, c);
+    MK_ONES(X)
+#undef X
+    return 0;
+}
+/* How warps share the packets of one row, and what takes them; 0: slices are not alike, or a row does not fit. */
+static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
+{
+    const mk_wait *w = &in->wait[0];
+    const mk_vec *v = &g->prog->vec[w->vec];
+    const uint32_t *start = mk_vec_starts(g->prog, v), k = p->x.k, form = p->x.form;
+    mk_deal d;
+    if (k % 64 || (v->trailer && !p->x.norm_group) || !mk_vec_deal(v, start, w->slice0, w->nslice, p->x.in_off, k, p->x.norm_group, &d)) return 0;
+    const uint32_t groups = (k + d.values - 1) / d.values, turns = (groups + MK_WARPS - 1) / MK_WARPS * (d.packets > 32 ? 2 : 1);
+    const uint32_t pro = p->x.prologue == MK_PRO_RMS ? MK_ONE_RMS : p->x.norm_group ? MK_ONE_HEADS : turns == 1 ? MK_ONE_SHORT : turns <= MK_LOADS_OF(MK_ONE_PLAIN) ? MK_ONE_PLAIN : MK_ONE_LONG;
+    const uint32_t one = one_of(p->f32, form, pro), trailers = p->x.norm_group ? 128 * groups : 0;
+    if (!one || turns > MK_LOADS_OF(pro) || mk_staged_bytes(k, form) + trailers > MK_STAGING) return 0;
+    const mk_hands hands = {(uint8_t)d.packets, (uint8_t)d.values, (uint8_t)d.slice, (uint8_t)d.per};
+    p->hands = hands;
+    p->skip = (uint16_t)(d.per == 1 ? (p->x.in_off - start[w->slice0]) / d.slice : 0);
+    p->by_per = MK_HAND_BY(d.per);
+    return one;
+}
+
 /* The plan of an instruction whose input is staged. */
 static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, input_keys *keys, mk_plan *out, mk_err *err)
 {
@@ -374,7 +401,7 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
     p.x.norm_group = p.x.prologue == MK_PRO_HEADNORM ? v->norm_group : 0;
     p.x.form = mk_form(wtype, !lm && !up && (v->flags & MK_GEMV_X_F32));
     p.x.eps = p.x.prologue == MK_PRO_NONE ? 0 : lm ? l->eps : up ? e->eps : v->eps;
-    p.inv_k = 1.0f / (float)p.x.k;
+    p.inv_k = 1.0f / (float)(p.x.norm_group ? p.x.norm_group : p.x.k);
     p.head_shift = MK_NO_NORM;
     if (up) {
         const mk_expert_seg x = expert_seg(g, in);
@@ -395,19 +422,17 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
         t->shift = s->shift;
         for (uint32_t n = p.x.norm_group / mk_kblock_values(wtype); n; n /= 2) p.head_shift = p.head_shift == MK_NO_NORM ? 0 : p.head_shift + 1;
     }
-    const uint32_t values = vec->dtype == MK_F32 ? 4 : 2, trailers = p.x.prologue == MK_PRO_HEADNORM ? 4u * in->wait[0].nslice : 0;
     if (p.x.prologue == MK_PRO_HEADNORM && in->wait[0].nslice > MK_RED_FLOATS / MK_MAX_ROWS)
         return mk_fail(err, MK_E_CAPACITY, "vector %s: norms of heads out of %u slices, at most %u", vec->name, in->wait[0].nslice, MK_RED_FLOATS / MK_MAX_ROWS);
     p.f32 = vec->dtype == MK_F32;
     p.packets = in->wait[0].nslice * vec->slice_packets;
     p.map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * vec->slice_packets;
-    if (p.packets <= MK_PACKETS_OF(p.f32, p.x.prologue == MK_PRO_RMS) * MK_COMPUTE && p.x.k % 4 == 0 && p.x.param_off % 4 == 0 &&
-        (p.x.prologue != MK_PRO_RMS || p.x.k <= 4 * MK_FOURS * MK_COMPUTE) && (p.x.form != MK_X_F32 || p.f32))
-        p.scratch = (((p.x.k + 63) & ~63u) * values + trailers + 15) & ~15u;
-    if (in->opcode == MK_OP_GEMV && p.scratch && mk_staged_bytes(p.x.k, p.x.form) + p.scratch <= MK_STAGING) {
+    const uint32_t one = deal(g, in, &p);
+    p.dealt = one && (lm || up);
+    if (in->opcode == MK_OP_GEMV && one) {
         const mk_vec *to = &g->prog->vec[in->signal_vec];
         const int gated = v->epilogue == MK_EPI_GATED, adds = gated || v->epilogue == MK_EPI_ADD;
-        p.one = MK_ONE(p.f32, p.x.form, p.x.prologue == MK_PRO_RMS);
+        p.one = (uint8_t)one;
         p.end = (v->epilogue == MK_EPI_SILU ? MK_END_SILU : 0u) | (adds ? MK_END_ADDS : 0u) | (gated ? MK_END_GATED : 0u) | (to->scope == MK_LOCAL ? MK_END_TO_LOCAL : 0u) |
                 (to->dtype == MK_F32 ? MK_END_F32 : 0u);
         p.out_at = (uint32_t)to->offset;
@@ -558,7 +583,7 @@ static uint32_t router_left(const mk_insn *route, const mk_plan *plan, uint32_t 
     for (uint32_t i = 1; i <= n && i <= 3; i++) {
         const mk_insn *m = route - i;
         if (m->opcode == MK_OP_GEMV && m->signal_vec == route->wait[0].vec && m->signal_pub == route->wait[0].pub)
-            return (plan - i)->one == MK_ONE(1, MK_X_F32, 1) && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]) && m->gemv.k == up->expert.k && !m->gemv.in_off &&
+            return (plan - i)->one == MK_ONE(1, MK_X_F32, MK_ONE_RMS) && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]) && m->gemv.k == up->expert.k && !m->gemv.in_off &&
                            m->gemv.param_off == up->expert.param_off && m->gemv.eps == up->expert.eps && mk_form(up->expert.wtype, 0) == MK_X_F16 ? (plan - i)->key : 0;
     }
     return 0;

@@ -56,29 +56,29 @@ X(mk_sample_run)
 X(mk_schedule_run)
 #undef X
 
-/* Functions of their own, so that the loop below keeps nothing: what it kept would be spilled around every opcode. */
-MK_CALL const mk_insn *instruction(void)
+/* The end of an instruction, if there was one, and the next. A function of its own, so that the loop below keeps nothing: what it kept would be spilled around every opcode. */
+MK_CALL const mk_insn *instruction(bool done)
 {
     mk_shared *sh = mk_sh();
-    const uint32_t n = sh->memo[threadIdx.x / 32].n, slot = n % MK_INSN_RING;
+    mk_memo *memo = &sh->memo[threadIdx.x / 32];
+    uint32_t n = memo->n;
+    if (done) {
+        const uint32_t slot = n % MK_INSN_RING;
+        const mk_dev d = mk_here(&sh->fed[slot].in);
+        mk_trace_end(&d);
+        __syncwarp();
+        n++;
+        if (d.tid == 0) mk_flag_set(&sh->current, 2 * n);
+        if (d.lane == 0) memo->n = n;
+        if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
+        __syncwarp();
+    }
+    const uint32_t slot = n % MK_INSN_RING;
     while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), n / MK_INSN_RING & 1)) {}
     mk_dev d = mk_here(&sh->fed[slot].in);
     if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
     mk_trace_begin(&d);
     return d.in;
-}
-MK_CALL void instruction_done(void)
-{
-    mk_shared *sh = mk_sh();
-    mk_memo *memo = &sh->memo[threadIdx.x / 32];
-    const uint32_t n = memo->n, slot = n % MK_INSN_RING;
-    const mk_dev d = mk_here(&sh->fed[slot].in);
-    mk_trace_end(&d);
-    __syncwarp();
-    if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 2);
-    if (d.lane == 0) memo->n = n + 1;
-    if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
-    __syncwarp();
 }
 
 /* While ROUTE's logits are on their way: stages what the EXPERT_UP behind it reads, which is there already. left: key of the router's own input, which then lies in
@@ -117,8 +117,8 @@ MK_DEV void compute(const mk_gpu_args *a)
     mk_phase_wait();
     mk_phase_carry(a, false);
 #pragma unroll 1
-    for (;;) {
-        const mk_insn *in = instruction();
+    for (bool done = false;; done = true) {
+        const mk_insn *in = instruction(done);
         const uint32_t what = mk_fed_of(in)->place.run;
         switch (what) {
         case MK_OP_EMBED: call_mk_embed_run(in); break;
@@ -146,7 +146,6 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_OP_LEAVE: mk_phase_carry(a, true); return;
         default: mk_gemv_one_run(in, what); break;
         }
-        instruction_done();
     }
 }
 
