@@ -184,7 +184,7 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
 
 /* What a warp makes of a row's choice: lane k < topk has the k-th best expert and its score. Alone in its step the row is the union as well, and the expert
  * loader need not wait for the weights. */
-MK_DEV void mk_route_take(const mk_dev *d, const mk_route *t, uint32_t r, uint32_t e, float w, mk_routes *out, mk_route_scratch *x, bool tell)
+MK_DEV void mk_route_take(const mk_dev *d, const mk_route *t, uint32_t r, uint32_t e, float w, mk_routes *out, mk_route_scratch *x)
 {
     const uint32_t lane = d->lane, topk = t->topk;
     uint32_t rank = 0; /* chosen experts of lower id; lanes without one have the greatest number */
@@ -203,7 +203,7 @@ MK_DEV void mk_route_take(const mk_dev *d, const mk_route *t, uint32_t r, uint32
         if (lane < topk) out->expert[rank] = (uint16_t)e;
         if (lane == 0) out->n_union = topk;
         __syncwarp();
-        if (tell && mk_arrives(lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
+        if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
         if (lane < topk) {
             out->rank[0][rank] = pairs->expert[rank] = pairs->rank[rank] = pairs->first[rank] = (uint8_t)rank;
             pairs->row[rank] = 0;
@@ -222,7 +222,7 @@ MK_DEV void mk_route_row(const mk_dev *d, const mk_route *t, uint32_t r, const f
 {
     if (t->score == MK_SCORE_SOFTMAX || t->groups > 1) mk_route_prepare(t, bias, key, score);
     const uint32_t e = mk_route_choose(t->experts, t->topk, key, d->lane);
-    mk_route_take(d, t, r, e, d->lane < t->topk ? score[e] : 0.0f, out, x, true);
+    mk_route_take(d, t, r, e, d->lane < t->topk ? score[e] : 0.0f, out, x);
 }
 
 /* ---- one row, a thread an expert or two ----------------------------------------------------------------------------- */
@@ -234,73 +234,119 @@ MK_DEV bool mk_route_is_one(const mk_insn *in)
     return mk_sh()->step.nrows == 1 && t->experts <= 2 * MK_COMPUTE && t->groups <= 1 && (t->score == MK_SCORE_SIGMOID || mk_route_plain(t));
 }
 
-typedef struct mk_route_lists {
-    uint32_t key[2 * MK_COMPUTE];
-    uint32_t best[MK_WARPS][MK_MAX_TOPK]; /* keys of a warp's best experts, in order; 0: none */
-    float score[MK_WARPS][MK_MAX_TOPK];
-    uint8_t id[MK_WARPS][MK_MAX_TOPK];    /* in the warp */
-    uint32_t expert[MK_MAX_TOPK];         /* the choice, in order */
-    float weight[MK_MAX_TOPK];
-} mk_route_lists;
-static_assert(sizeof(mk_route_lists) <= MK_RED_FLOATS * 4, "lists fit");
+/* Half warps that have experts say their greatest keys; the topk-th of these is one that at least topk keys reach, and few others. Those are written down by ascending id,
+ * and one warp counts who comes before whom. */
+#define MK_ROUTE_HALVES (2 * MK_WARPS)
+#define MK_ROUTE_SLOTS  32u
+typedef struct mk_route_list {
+    alignas(16) uint32_t best[MK_ROUTE_HALVES];
+    uint32_t key[MK_ROUTE_SLOTS];    /* of the candidates; 0: none */
+    uint2 expert[MK_ROUTE_SLOTS];    /* id, score */
+    uint8_t count[MK_WARPS];         /* candidates of a warp */
+    uint2 choice[MK_MAX_TOPK];       /* in order: score, place by id */
+    uint32_t every[2 * MK_COMPUTE];  /* keys and scores of all, should there be too many candidates */
+    float score[2 * MK_COMPUTE];
+} mk_route_list;
+static_assert(sizeof(mk_route_list) <= MK_RED_FLOATS * 4 && MK_ROUTE_HALVES >= MK_MAX_TOPK && MK_WARPS == 8, "lists fit, a choice is no longer than the halves, eight counts");
 
+/* Of four keys. */
 MK_DEV uint32_t mk_count_above(uint4 q, uint32_t key)
 {
     return (uint32_t)(q.x > key) + (uint32_t)(q.y > key) + (uint32_t)(q.z > key) + (uint32_t)(q.w > key);
 }
 
-/* Every expert counts who comes before it: in its warp, then, if it is among the warp's K best, among those of the others. Ties go to the lower id, which is
- * that of the lower warp, or lane, or the first of a lane's two. input: the trace's input ends here. */
-template <uint32_t K, uint32_t PER> MK_DEV void mk_route_all_choose(const mk_dev *d, mk_route_lists *x, const uint32_t *key, const float *score, uint32_t topk, bool input)
+/* Many ties, or few experts to choose many from: the choice takes the candidates' place. By one warp. */
+MK_CALL void mk_route_among_all(const mk_route *t, mk_route_list *x)
 {
-    constexpr uint32_t PARTS = 32 / K; /* lanes a candidate */
-    const uint32_t lane = d->lane, warp = d->warp, c = lane / PARTS, part = lane % PARTS;
-    uint32_t before[PER];
-    if (PER == 1) {
-        x->key[d->tid] = key[0];
-        __syncwarp();
-        before[0] = __popc(__match_any_sync(0xffffffffu, key[0]) & ((1u << lane) - 1));
-#pragma unroll
-        for (uint32_t j = 0; j < 8; j++) before[0] += mk_count_above(((const uint4 *)x->key)[warp * 8 + j], key[0]);
-    } else { /* four keys at a time, which are those of two lanes */
-        if (lane < K) x->best[warp][lane] = 0;
-        *(uint2 *)&x->key[2 * d->tid] = make_uint2(key[0], key[PER - 1]);
-        __syncwarp();
-        const uint32_t left0 = __shfl_up_sync(0xffffffffu, key[0], 1), left1 = __shfl_up_sync(0xffffffffu, key[PER - 1], 1); /* of an odd lane: the other two */
-#pragma unroll
-        for (uint32_t i = 0; i < PER; i++) before[i] = lane & 1 ? (uint32_t)(left0 == key[i]) + (uint32_t)(left1 == key[i]) : 0;
-        before[PER - 1] += key[0] == key[PER - 1];
-#pragma unroll
-        for (uint32_t j = 0; j < 16; j++) {
-            const uint4 q = ((const uint4 *)x->key)[warp * 16 + j];
-#pragma unroll
-            for (uint32_t i = 0; i < PER; i++) before[i] += mk_count_above(q, j < lane / 2 && key[i] ? key[i] - 1 : key[i]);
-        }
+    const uint32_t lane = threadIdx.x % 32, topk = t->topk, e = mk_route_choose(t->experts, topk, x->every, lane);
+    uint32_t place = 0;
+#pragma unroll 1
+    for (uint32_t k = 0; k < topk; k++) place += __shfl_sync(0xffffffffu, e, k) < e;
+    x->key[lane] = 0;
+    __syncwarp();
+    if (lane < topk) {
+        x->key[place] = 0xffffffffu - lane;
+        x->expert[place] = make_uint2(e, __float_as_uint(x->score[e]));
     }
-#pragma unroll
-    for (uint32_t i = 0; i < PER; i++)
-        if (before[i] < K && (PER == 1 || key[i])) {
-            x->best[warp][before[i]] = key[i];
-            x->score[warp][before[i]] = score[i];
-            x->id[warp][before[i]] = (uint8_t)(lane * PER + i);
-        }
+    __syncwarp();
+}
+
+/* By all warps: writes the candidates down; returns their number. A thread's experts are neighbours; a key of 0 is none. */
+template <uint32_t PER> MK_DEV uint32_t mk_route_candidates(const mk_dev *d, mk_route_list *x, const uint32_t *key, const float *score, bool input)
+{
+    const uint32_t lane = d->lane, warp = d->warp, topk = d->in->route.topk, below = (1u << lane) - 1;
+    const uint32_t top = PER == 1 ? key[0] : max(key[0], key[PER - 1]);
+    const uint32_t lo = __reduce_max_sync(0xffffffffu, lane < 16 ? top : 0), hi = __reduce_max_sync(0xffffffffu, lane < 16 ? 0 : top);
+    if (lane == 0) *(uint2 *)&x->best[2 * warp] = make_uint2(lo, hi);
+    if (warp == 0) x->key[lane] = 0;
     mk_sync();
     if (input) mk_trace_input(d);
-    const uint32_t own = x->best[warp][c];
-    uint32_t rank = 0;
+
+    const uint4 *const half = (const uint4 *)x->best + lane / 16 * 2;
+    const uint32_t own = x->best[lane & 15];
+    uint32_t above = mk_count_above(half[0], own) + mk_count_above(half[1], own);
+    above += __shfl_xor_sync(0xffffffffu, above, 16);
+    const uint32_t least = max(__reduce_min_sync(0xffffffffu, above < topk ? own : 0xffffffffu), 1u);
+    uint32_t mine = 0, of_warp = 0, place = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < MK_WARPS / PARTS; i++) {
-        const uint32_t w = i * PARTS + part, than = w == warp ? 0xffffffffu : w < warp ? own - 1 : own;
-        rank += w == warp ? c : 0;
+    for (uint32_t j = 0; j < PER; j++) {
+        const uint32_t b = __ballot_sync(0xffffffffu, key[j] >= least);
+        mine |= key[j] >= least ? 1u << j : 0;
+        of_warp += __popc(b);
+        place += __popc(b & below);
+    }
+    if (lane == 0) x->count[warp] = (uint8_t)of_warp;
+    mk_sync();
+    const uint2 count = *(const uint2 *)x->count;
+    const uint64_t before = ((uint64_t)count.y << 32 | count.x) & (1ull << 8 * warp) - 1;
+    const uint32_t n = __dp4a(count.y, 0x01010101u, __dp4a(count.x, 0x01010101u, 0u));
+    place += __dp4a((uint32_t)(before >> 32), 0x01010101u, __dp4a((uint32_t)before, 0x01010101u, 0u));
+    if (n > MK_ROUTE_SLOTS) {
 #pragma unroll
-        for (uint32_t j = 0; j < K / 4; j++) rank += mk_count_above(((const uint4 *)x->best[w])[j], than);
+        for (uint32_t j = 0; j < PER; j++) {
+            x->every[d->tid * PER + j] = key[j];
+            x->score[d->tid * PER + j] = score[j];
+        }
+        mk_sync();
+        if (warp == 0) mk_route_among_all(&d->in->route, x);
+        return topk;
     }
 #pragma unroll
-    for (uint32_t m = 1; m < PARTS; m <<= 1) rank += __shfl_xor_sync(0xffffffffu, rank, m);
-    if (part == 0 && own && rank < topk) {
-        x->expert[rank] = warp * 32 * PER + x->id[warp][c];
-        x->weight[rank] = x->score[warp][c];
+    for (uint32_t j = 0; j < PER; j++)
+        if (mine >> j & 1) {
+            x->key[place] = key[j];
+            x->expert[place++] = make_uint2(d->tid * PER + j, __float_as_uint(score[j]));
+        }
+    mk_sync();
+    return n;
+}
+
+/* One warp counts, of every candidate, those before it: greater keys, and equal ones of lower ids. It tells the expert loader as soon as it knows, and then makes weights. */
+MK_DEV void mk_route_decide(const mk_dev *d, mk_route_list *x, uint32_t n, mk_routes *out, bool tell)
+{
+    const mk_route *t = &d->in->route;
+    const uint32_t lane = d->lane, topk = t->topk, key = x->key[lane];
+    const uint2 expert = x->expert[lane];
+    uint32_t rank = __popc(__match_any_sync(0xffffffffu, key) & (1u << lane) - 1);
+#pragma unroll 1
+    for (uint32_t j = 0; j < n; j += 8) rank += mk_count_above(*(const uint4 *)&x->key[j], key) + mk_count_above(*(const uint4 *)&x->key[j + 4], key);
+    const bool chosen = key && rank < topk;
+    const uint32_t place = __popc(__ballot_sync(0xffffffffu, chosen) & (1u << lane) - 1);
+    if (chosen) {
+        out->expert[place] = (uint16_t)expert.x;
+        x->choice[rank] = make_uint2(expert.y, place);
     }
+    __syncwarp();
+    if (tell && mk_arrives(lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
+    const uint2 choice = x->choice[lane < topk ? lane : 0];
+    float w = __uint_as_float(choice.x);
+    if (t->score == MK_SCORE_SOFTMAX) w = mk_expf(w - __uint_as_float(x->choice[0].x));
+    if (lane >= topk) w = 0;
+    float sum = w;
+#pragma unroll
+    for (int m = MK_MAX_TOPK / 2; m; m >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, m);
+    if (t->renorm) w = mk_div(w, sum + 1e-20f);
+    if (lane < topk) out->weight[0][choice.y] = w * t->scale;
 }
 
 /* mk_sync; whether any thread says so. */
@@ -318,23 +364,45 @@ MK_DEV bool mk_sync_any(bool say)
     return any != 0;
 }
 
+/* What is known of one row's routes before its choice is: its experts are the union. By all warps. */
+MK_DEV void mk_route_ranks(const mk_dev *d, mk_routes *out, uint32_t topk)
+{
+    static_assert(sizeof out->rank == 4 * MK_COMPUTE && MK_MAX_UNION >= MK_MAX_TOPK, "a word a thread, those of row 0 first");
+    const uint32_t tid = d->tid, first = 4 * tid;
+    const uint32_t none = first >= topk ? 0xffffffffu : topk - first < 4 ? 0xffffffffu << 8 * (topk - first) : 0;
+    ((uint32_t *)out->rank)[tid] = 0x03020100u + first * 0x01010101u | none;
+    if (tid > topk) return;
+    mk_pairs *pairs = &d->sh->pairs;
+    pairs->first[tid] = (uint8_t)tid;
+    if (tid == topk) {
+        out->n_union = topk;
+        return;
+    }
+    pairs->rank[tid] = pairs->expert[tid] = (uint8_t)tid;
+    pairs->row[tid] = 0;
+}
+
 #ifndef MK_REHEARSE
 #define MK_REHEARSE 1
 #endif
+/* A logit of no meaning: neighbours are far apart, and not many are alike. */
+MK_DEV float mk_route_rehearsed(uint32_t e)
+{
+    return __fmaf_rn((float)(e * 0x9e3779b1u >> 26), 0.25f, -8.0f);
+}
 template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
 {
     const mk_route *t = &d->in->route;
     const uint32_t n = t->experts, topk = t->topk, e = d->tid * PER;
-    const bool softmax = t->score == MK_SCORE_SOFTMAX;
     mk_routes *out = (mk_routes *)mk_local_at(d, d->in->signal_vec);
-    mk_route_lists *x = (mk_route_lists *)d->sh->red;
+    mk_route_list *x = (mk_route_list *)d->sh->red;
     mk_spot at[PER] = {};
     uint4 q[PER] = {};
     float bias[PER] = {};
 #pragma unroll
     for (uint32_t j = 0; j < PER; j++)
         if (e + j < n) {
-            at[j] = mk_spot_of(d, 0, e + j);
+            at[j] = mk_spot_in(d, 0, e + j, true);
             q[j] = mk_spot_look(&at[j], 0);
             if (t->has_bias) bias[j] = __ldg(d->a->param + t->param_off + e + j);
         }
@@ -347,31 +415,27 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
     for (uint32_t j = 0; j < PER; j++) late = late || (e + j < n && q[j].w != at[j].epoch);
     /* The reduction area and what the last layer's route left are free. Is somebody's logit not there yet? */
     bool last = !mk_sync_any(late) || !MK_REHEARSE;
-    for (uint32_t i = d->tid; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;
+    mk_route_ranks(d, out, topk);
     /* Then there is time for a rehearsal with numbers of no meaning: it brings the instructions into the caches, from which the other opcodes have driven them. */
 #pragma unroll 1
     for (;; last = true) {
         uint32_t key[PER];
         float s[PER];
 #pragma unroll
-        for (uint32_t j = 0; j < PER; j++) s[j] = e + j < n && last ? mk_spot_value(&at[j], 0, q[j]) : (float)(e + j);
-        if (!softmax)
+        for (uint32_t j = 0; j < PER; j++) {
+            s[j] = mk_route_rehearsed(e + j);
+            if (e + j >= n || !last) continue;
+            mk_spot_wait(&at[j], 0, &q[j]);
+            s[j] = __uint_as_float(mk_spot_word(&at[j], q[j]));
+        }
+        if (t->score != MK_SCORE_SOFTMAX)
 #pragma unroll
             for (uint32_t j = 0; j < PER; j++) s[j] = mk_sigmoidf(s[j]);
 #pragma unroll
         for (uint32_t j = 0; j < PER; j++) key[j] = e + j < n ? mk_order_key(t->has_bias ? s[j] + bias[j] : s[j]) : 0;
-        if (topk <= 8)
-            mk_route_all_choose<8, PER>(d, x, key, s, topk, last);
-        else
-            mk_route_all_choose<16, PER>(d, x, key, s, topk, last);
-        mk_sync();
+        const uint32_t candidates = mk_route_candidates<PER>(d, x, key, s, last);
         if (last) mk_trace_publish(d);
-        if (d->warp == 0) {
-            const bool has = d->lane < topk;
-            float w = has ? x->weight[d->lane] : 0.0f;
-            if (softmax && has) w = mk_expf(w - x->weight[0]);
-            mk_route_take(d, t, 0, has ? x->expert[d->lane] : 0xffffffffu, w, out, (mk_route_scratch *)0, last);
-        }
+        if (d->warp == 0) mk_route_decide(d, x, candidates, out, last);
         mk_sync();
         if (last) break;
     }

@@ -13,21 +13,31 @@ typedef struct mk_spot {
     uint32_t word, shift;     /* shift: of a bf16 in its word; 32: f32 */
 } mk_spot;
 
-/* `index` counts the vector's values and lies in the slices of the wait. Slices are cut almost evenly, so that the search is a step or two. */
-MK_DEV mk_spot mk_spot_of(const mk_dev *d, uint32_t k, uint32_t index)
+/* `index` counts the vector's values, which are f32 or bf16, and lies in the slices of the wait. Slices are cut almost evenly, so that it is hardly ever another one than
+ * is guessed. */
+MK_DEV mk_spot mk_spot_in(const mk_dev *d, uint32_t k, uint32_t index, bool f32)
 {
     const mk_wait *w = &d->in->wait[k];
     const mk_vec *v = &d->sh->vec[w->vec];
-    const uint16_t *start = d->sh->start + v->start_index;
-    uint32_t s = (uint32_t)__fdividef((float)index * (float)v->nslice, (float)v->width);
-    const uint32_t first = w->slice0, last = first + w->nslice - 1;
-    s = s < first ? first : s > last ? last : s;
-    while (s > first && start[s] > index) s--;
-    while (s < last && start[s + 1] <= index) s++;
-    const uint32_t i = index - start[s], f32 = v->dtype == MK_F32, at = f32 ? i : i / 2, p = at / 3, packet = (s - first) * v->slice_packets + p;
     const mk_places *place = &((const mk_fed *)d->in)->place;
-    mk_spot q = {place->in[k] + packet, k, packet, v->nslice * v->slice_packets, place->epoch[k], at - 3 * p, f32 ? 32 : 16 * (i & 1)};
+    const uint16_t *start = d->sh->start + v->start_index;
+    const uint32_t first = w->slice0, last = first + w->nslice - 1;
+    float by_width;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by_width) : "f"((float)v->width));
+    uint32_t s = min(max((uint32_t)(((float)(index + 1) * (float)v->nslice - 0.5f) * by_width), first), last);
+    uint32_t begin = start[s], end = start[s + 1];
+#pragma unroll 1
+    while (index - begin >= end - begin) {
+        s += index < begin ? 0xffffffffu : 1u;
+        begin = start[s], end = start[s + 1];
+    }
+    const uint32_t at = f32 ? index - begin : (index - begin) / 2, p = at / 3, packet = (s - first) * v->slice_packets + p;
+    mk_spot q = {place->in[k] + packet, k, packet, v->nslice * v->slice_packets, place->epoch[k], at - 3 * p, f32 ? 32 : 16 * (index - begin & 1)};
     return q;
+}
+MK_DEV mk_spot mk_spot_of(const mk_dev *d, uint32_t k, uint32_t index)
+{
+    return mk_spot_in(d, k, index, d->sh->vec[d->in->wait[k].vec].dtype == MK_F32);
 }
 
 /* A first look at its packet, well before it is needed. */
@@ -36,12 +46,20 @@ MK_DEV uint4 mk_spot_look(const mk_spot *s, uint32_t row)
     return mk_packet_load(s->at + row * s->row);
 }
 /* Waits for it, unless that look has found it. */
-MK_DEV float mk_spot_value(const mk_spot *s, uint32_t row, uint4 q)
+MK_DEV void mk_spot_wait(const mk_spot *s, uint32_t row, uint4 *q)
 {
     uint32_t looks = 0;
-    while (q.w != s->epoch && mk_still_waiting(++looks, s->k, row, s->packet, q.w)) q = mk_spot_look(s, row);
+    while (q->w != s->epoch && mk_still_waiting(++looks, s->k, row, s->packet, q->w)) *q = mk_spot_look(s, row);
     mk_waited(looks);
-    const uint32_t x = s->word == 0 ? q.x : s->word == 1 ? q.y : q.z;
+}
+MK_DEV uint32_t mk_spot_word(const mk_spot *s, uint4 q)
+{
+    return s->word == 0 ? q.x : s->word == 1 ? q.y : q.z;
+}
+MK_DEV float mk_spot_value(const mk_spot *s, uint32_t row, uint4 q)
+{
+    mk_spot_wait(s, row, &q);
+    const uint32_t x = mk_spot_word(s, q);
     return s->shift == 32 ? __uint_as_float(x) : mk_bf16_value(x >> s->shift & 0xffffu);
 }
 
