@@ -41,7 +41,7 @@ MK_CALL uint32_t mk_gemv_end(const mk_insn *in)
             const uint16_t *start = d->sh->start + gv->start_index + w->slice0;
             const uint32_t s = mk_find_slice(start, w->nslice, g->gate_off, d->lane), at = g->gate_off - start[s], p = s * gv->slice_packets + at / 3;
             const uint4 *from = mk_wait_packets(d, w, gv, r) + p, q = mk_packet_get(from, mk_packet_load(from), mk_wait_epoch(d, w), 2, r, p);
-            gate = mk_sigmoidf(__uint_as_float(at % 3 == 0 ? q.x : at % 3 == 1 ? q.y : q.z));
+            gate = mk_sigmoid(__uint_as_float(at % 3 == 0 ? q.x : at % 3 == 1 ? q.y : q.z));
         }
         if (has) {
             y = mk_red_get(base, form, i, r) * norm;

@@ -14,13 +14,13 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *p = &f->plan;
     mk_memo *memo = d->memo;
-    const uint32_t n = in->gemv.n, end = p->end, group = d->warp, i = group * MK_UNIT + d->lane, step = sh->step.seq;
-    const bool has = i < n && d->lane < MK_UNIT, staged_before = memo->staged == p->key && memo->step == step;
+    const uint32_t n = in->gemv.n, end = p->end, group = d->warp, i = min(group * MK_UNIT + d->lane, n - 1), step = sh->step.seq; /* who has no value does as the last one */
+    const bool staged_before = memo->staged == p->key && memo->step == step;
     mk_next slot = memo->next[MK_TAPE];
     const uint32_t at = slot.at, turn = memo->turn, parity = memo->parity ^ !staged_before;
     uint4 look = make_uint4(0, 0, 0, 0), gate = make_uint4(0, 0, 0, 0);
     const uint4 *const residual = f->place.in[1] + i / 3;
-    if ((end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS && has) look = mk_packet_load(residual);
+    if ((end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS && group * MK_UNIT < n) look = mk_packet_load(residual);
     if (end & MK_END_GATED && group * MK_UNIT < n) gate = mk_packet_load(f->place.in[2] + p->gate_at);
 
     const mk_tile t = p->tile;
@@ -49,23 +49,16 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     const mk_accs acc = mk_product_by<FORM, true>(MK_TAPE, &slot, &t, &way, &lap, 0, t.nst, mk_smem(sh->staging), mk_row_stride(p->x.k), 1, p->head_shift, mk_no_sum());
     mk_part_put(part, rows, &acc);
     const float norm = mk_row_factor(d, p, 0) * in->gemv.scale;
-    __syncwarp();
-    if (d->lane == 0) {
-        memo->next[MK_TAPE] = slot;
-        memo->turn = turn ^ 1;
-    }
     mk_sync();
     mk_trace_publish(d);
-    if (group * MK_UNIT >= n) return;
-    float y = 0;
-    if (has) {
-        y = mk_part_get(sums, rows) * norm;
+    if (group * MK_UNIT < n) {
+        float y = mk_part_get(sums, rows) * norm;
         if (end & MK_END_SILU) y = mk_silu(y) * (mk_part_get(sums + 4 * n, rows) * norm);
         if (end & MK_END_ADDS) {
             float res, open = 1;
             if (end & MK_END_GATED) {
                 gate = mk_packet_get(f->place.in[2] + p->gate_at, gate, f->place.epoch[2], 2, 0, p->gate_at);
-                open = mk_sigmoidf(__uint_as_float((end >> 8 & 3) == 0 ? gate.x : (end >> 8 & 3) == 1 ? gate.y : gate.z));
+                open = mk_sigmoid(__uint_as_float((end >> 8 & 3) == 0 ? gate.x : (end >> 8 & 3) == 1 ? gate.y : gate.z));
             }
             if (end & MK_END_FROM_LOCAL) {
                 res = ((const float *)(mk_local_memory(d->a) + p->res_at))[i];
@@ -75,12 +68,16 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
             }
             y = __fadd_rn(res, __fmul_rn(open, y));
         }
+        __syncwarp();
+        if (!(end & MK_END_TO_LOCAL))
+            mk_publish_at(f->place.out, end & MK_END_F32, n, group, y, f->place.out_epoch, d->lane);
+        else if (group * MK_UNIT + d->lane < n && d->lane < MK_UNIT)
+            ((float *)(mk_local_memory(d->a) + p->out_at))[i] = y;
     }
     __syncwarp();
-    if (end & MK_END_TO_LOCAL) {
-        if (has) ((float *)(mk_local_memory(d->a) + p->out_at))[i] = y;
-    } else {
-        mk_publish_at(f->place.out, end & MK_END_F32, n, group, y, f->place.out_epoch, d->lane);
+    if (d->lane == 0) {
+        memo->next[MK_TAPE] = slot;
+        memo->turn = turn ^ 1;
     }
 }
 

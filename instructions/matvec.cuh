@@ -102,19 +102,23 @@ MK_DEV mk_f16_shift mk_row_shift(const mk_dev *d, const mk_plan *p, uint32_t r, 
     const uint4 a = *(const uint4 *)t, b = *(const uint4 *)(t + 4);
     return mk_f16_shift_of(max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w))));
 }
-/* 1 / sqrt(x) and x sigmoid(x) to some 1e-7 in few instructions: they stand between the last product and the next exchange. */
+/* 1 / sqrt(x), sigmoid(x) and x sigmoid(x) to some 1e-7 in few instructions: they stand between the last product and the next exchange. */
 MK_DEV float mk_rsqrt(float x)
 {
     float r;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return __fmul_rn(r, __fmaf_rn(__fmul_rn(-0.5f, x), __fmul_rn(r, r), 1.5f));
 }
-MK_DEV float mk_silu(float x)
+MK_DEV float mk_sigmoid(float x)
 {
     float e, r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, -1.44269504f)));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(__fadd_rn(e, 1.0f)));
-    return __fmul_rn(x, r);
+    return r;
+}
+MK_DEV float mk_silu(float x)
+{
+    return __fmul_rn(x, mk_sigmoid(x));
 }
 /* What row r's results are to be multiplied by: 1/rms with RMS. After the barrier that follows the gathering. */
 MK_DEV float mk_row_factor(const mk_dev *d, const mk_plan *p, uint32_t r)

@@ -239,13 +239,17 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
                 for (uint32_t j = 0; j < NT; j++) {
                     uint32_t a[4], b[4];
                     mk_tile_product(part[j], w + 256 * j, rows, v0, a, b);
-                    if (FORM == MK_X_F32)
+                    if (FORM == MK_X_F32) { /* planes side by side: one after the other they would wait for each other's sums */
+                        float more[MK_PLANES_F32 - 1][4];
 #pragma unroll
                         for (uint32_t p = 1; p < MK_PLANES_F32; p++) {
                             const uint4 v = mk_ldx_bf16(xk + p * plane);
-                            mk_mma_bf16(part[j], a, v.x, v.y);
-                            mk_mma_bf16(part[j], b, v.z, v.w);
+                            mk_mma_bf16_first(more[p - 1], a, v.x, v.y);
+                            mk_mma_bf16(more[p - 1], b, v.z, v.w);
                         }
+#pragma unroll
+                        for (uint32_t i = 0; i < 4; i++) part[j][i] = __fadd_rn(part[j][i], __fadd_rn(more[0][i], more[1][i]));
+                    }
                 }
 #pragma unroll
                 for (uint32_t j = 0; j < NT; j++) mk_tile_add<ONE>(&acc.tile[j], part[j], 1, 1, n0, n1);
