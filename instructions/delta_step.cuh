@@ -153,9 +153,8 @@ template <uint32_t LOW> MK_DEV uint32_t mk_delta_input(uint32_t w, uint32_t lane
     return LOW == MK_W_FP8 ? (w >> 1) * 64 + (lane >> 3) * 16 + (w & 1) * 8 + (lane & 7) : w * 32 + lane;
 }
 /* Takes one input of every row: the warps' first half those of f. */
-template <uint32_t LOW> MK_DEV void mk_delta_inputs(const mk_dev *d, const mk_spot *spot, uint4 look, mk_delta_row *rows)
+template <uint32_t LOW> MK_DEV void mk_delta_inputs(const mk_dev *d, const mk_spot *spot, uint4 look, mk_delta_row *rows, uint32_t nrows)
 {
-    const uint32_t nrows = d->step->nrows;
 #pragma unroll 1
     for (uint32_t r = 0;;) {
         const uint4 q = look;
@@ -176,13 +175,11 @@ template <uint32_t LOW> MK_DEV void mk_delta_inputs(const mk_dev *d, const mk_sp
 /* A lane's weights of the tile of 16 rows that begins at row0 of a segment of `rows` rows. */
 template <uint32_t LOW> MK_DEV void mk_delta_weights(const uint8_t *weights, uint32_t rows, uint32_t row0, uint32_t lane, uint4 *a)
 {
-    const uint32_t g = row0 + lane / 4, last = rows - 1;
+    const uint32_t g = row0 + lane / 4, last = rows - 1, quarter = (lane & 3) * rows, low = quarter + min(g, last), high = quarter + min(g + 8, last); /* mk_quarter_at */
 #pragma unroll
-    for (int i = 0; i < MK_DELTA_LOADS(LOW); i++) {
-        const uint32_t row = min(g + (i & 1) * 8, last);
-        a[i] = __ldg((const uint4 *)(weights + mk_quarter_at(rows, i / 2, lane & 3, row)));
-    }
+    for (int i = 0; i < MK_DELTA_LOADS(LOW); i++) a[i] = __ldg((const uint4 *)weights + (i & 1 ? high : low) + i / 2 * 4 * rows);
 }
+static_assert(MK_QUARTER_BYTES == sizeof(uint4), "a load a quarter");
 /* The tile's products with the inputs of all rows (which 0: of f), m16n8's fragment. */
 template <uint32_t LOW> MK_DEV void mk_delta_product(const mk_delta_row *rows, uint32_t nrows, uint32_t which, uint32_t lane, const uint4 *a, const float *scale, float *sum)
 {
@@ -295,7 +292,7 @@ template <uint32_t LOW> MK_DEV void mk_delta_take(const mk_dev *d, const mk_delt
         if (u < 2 * MK_WARPS) {
 #pragma unroll
             for (int c = 0; c < MK_DELTA_COLS; c++) s[c] = mk_delta_load(d, e, matrix, 0, d->warp + c * MK_WARPS);
-            if (LOW) mk_delta_inputs<LOW>(d, &input, input_look, rows);
+            if (LOW) mk_delta_inputs<LOW>(d, &input, input_look, rows, nrows);
             mk_delta_convolve(d, e, &spot, look, w, past, d->tid, rows->qk + d->tid);
             __syncwarp();
         }
@@ -343,6 +340,45 @@ MK_DEV void mk_delta_publish(uint32_t lane, uint32_t dv, const mk_delta_row *x, 
     }
 }
 
+/* A row and the columns that a warp has in registers: what the state is multiplied by and takes up. Lanes 4 c to 4 c + 3 have column c's delta, those 16 further its o. */
+typedef struct mk_delta_turn {
+    float4 k, a;
+    float rk, delta, o;
+} mk_delta_turn;
+/* v: the value channel of the lane's column, or another that there is. */
+MK_DEV mk_delta_turn mk_delta_columns(const mk_delta_row *x, bool head, uint32_t v, uint32_t lane, const float4 *s)
+{
+    const float a0 = x->a[0];
+    const float4 q = ((const float4 *)x->qk)[lane], k = ((const float4 *)x->qk)[MK_DELTA_DK / 4 + lane];
+    const float4 a = head ? make_float4(a0, a0, a0, a0) : ((const float4 *)x->a)[lane], ka = mk_mul4(k, a), qa = mk_mul4(q, a);
+    const float beta = x->beta;
+    float dot[2 * MK_DELTA_COLS];
+#pragma unroll
+    for (int c = 0; c < MK_DELTA_COLS; c++) {
+        dot[c] = mk_dot4(ka, s[c]);
+        dot[MK_DELTA_COLS + c] = mk_dot4(qa, s[c]);
+    }
+    /* lanes 4 c to 4 c + 3 have k'S of column c, 16 lanes on q'S; then that column's delta, and its o */
+    const float sum = mk_warp_eight(dot, lane), norm = mk_warp_four(make_float4(mk_dot4(q, q), mk_dot4(k, k), mk_dot4(q, k), 0), lane);
+    const float over = mk_rsqrt(norm + 1e-6f), rk = __shfl_sync(0xffffffffu, over, 8);
+    const float rq = __fmul_rn(__shfl_sync(0xffffffffu, over, 0), 0x1.6a09e6p-4f), qk = __shfl_sync(0xffffffffu, norm, 16); /* 128^-1/2 */
+    const float delta = __fmul_rn(beta, __fmaf_rn(-rk, sum, x->v[v]));
+    const float own = __shfl_sync(0xffffffffu, delta, lane & 15), o = __fmaf_rn(__fmul_rn(__fmul_rn(qk, rq), rk), own, __fmul_rn(rq, sum));
+    const mk_delta_turn t = {k, a, rk, delta, o};
+    return t;
+}
+MK_DEV void mk_delta_update(const mk_delta_turn *t, float4 *s)
+{
+#pragma unroll
+    for (int c = 0; c < MK_DELTA_COLS; c++) {
+        const float step = __fmul_rn(t->rk, __shfl_sync(0xffffffffu, t->delta, 4 * c));
+        s[c].x = __fmaf_rn(t->k.x, step, __fmul_rn(t->a.x, s[c].x));
+        s[c].y = __fmaf_rn(t->k.y, step, __fmul_rn(t->a.y, s[c].y));
+        s[c].z = __fmaf_rn(t->k.z, step, __fmul_rn(t->a.z, s[c].z));
+        s[c].w = __fmaf_rn(t->k.w, step, __fmul_rn(t->a.w, s[c].w));
+    }
+}
+
 template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
@@ -380,24 +416,9 @@ template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
             if (r + v0 != d->warp && !mk_row_follows(d->step, r))
 #pragma unroll
                 for (int c = 0; c < MK_DELTA_COLS; c++) s[c] = mk_delta_load(d, e, matrix, r, v0 + c * MK_WARPS);
-            const float a0 = x->a[0];
-            const float4 q = ((const float4 *)x->qk)[lane], k = ((const float4 *)x->qk)[MK_DELTA_DK / 4 + lane];
-            const float4 a = head ? make_float4(a0, a0, a0, a0) : ((const float4 *)x->a)[lane], ka = mk_mul4(k, a), qa = mk_mul4(q, a);
-            const float beta = x->beta;
-            float dot[2 * MK_DELTA_COLS];
-#pragma unroll
-            for (int c = 0; c < MK_DELTA_COLS; c++) {
-                dot[c] = mk_dot4(ka, s[c]);
-                dot[MK_DELTA_COLS + c] = mk_dot4(qa, s[c]);
-            }
-            /* lanes 4 c to 4 c + 3 have k'S of column c, 16 lanes on q'S; then that column's delta, and its o */
-            const float sum = mk_warp_eight(dot, lane), norm = mk_warp_four(make_float4(mk_dot4(q, q), mk_dot4(k, k), mk_dot4(q, k), 0), lane);
-            const float over = mk_rsqrt(norm + 1e-6f), rk = __shfl_sync(0xffffffffu, over, 8);
-            const float rq = __fmul_rn(__shfl_sync(0xffffffffu, over, 0), 0x1.6a09e6p-4f), qk = __shfl_sync(0xffffffffu, norm, 16); /* 128^-1/2 */
             const uint32_t v = v0 + (lane / 4 & 3) * MK_WARPS;
-            const float delta = __fmul_rn(beta, __fmaf_rn(-rk, sum, x->v[v < dv ? v : 0]));
-            const float own = __shfl_sync(0xffffffffu, delta, lane & 15), o = __fmaf_rn(__fmul_rn(__fmul_rn(qk, rq), rk), own, __fmul_rn(rq, sum));
-            if ((lane & 19) == 16 && v < dv) x->o[v] = o;
+            const mk_delta_turn t = mk_delta_columns(x, head, v < dv ? v : 0, lane, s);
+            if ((lane & 19) == 16 && v < dv) x->o[v] = t.o;
             if (r + 1 == nrows && v0 + MK_DELTA_COLS * MK_WARPS >= dv + d->warp) {
                 mk_sync();
                 mk_trace_publish(d);
@@ -407,23 +428,167 @@ template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
             const bool leads = r + 1 < nrows && after->slot == row->slot && after->state_write == row->state_write && after->state_read == row->state_write &&
                                after->pos == row->pos + 1;
             float4 *keep = (float4 *)(d->a->state + row->state_write * d->a->state_slot_bytes + matrix) + v0 * (MK_DELTA_DK / 4) + lane;
+            mk_delta_update(&t, s);
 #pragma unroll
-            for (int c = 0; c < MK_DELTA_COLS; c++) {
-                const float step = __fmul_rn(rk, __shfl_sync(0xffffffffu, delta, 4 * c));
-                s[c].x = __fmaf_rn(k.x, step, __fmul_rn(a.x, s[c].x));
-                s[c].y = __fmaf_rn(k.y, step, __fmul_rn(a.y, s[c].y));
-                s[c].z = __fmaf_rn(k.z, step, __fmul_rn(a.z, s[c].z));
-                s[c].w = __fmaf_rn(k.w, step, __fmul_rn(a.w, s[c].w));
+            for (int c = 0; c < MK_DELTA_COLS; c++)
                 if (!leads && v0 + c * MK_WARPS < dv) keep[c * MK_WARPS * (MK_DELTA_DK / 4)] = s[c];
+        }
+    mk_sync();
+}
+
+/* ---- one row --------------------------------------------------------------------------------------------------------- */
+
+/* The same sums in the same order, in half the instructions, and all that comes from memory is asked for before anything is waited for, the weights of f and z and what
+ * their results meet included. */
+
+#define MK_DELTA_SEGMENT(LOW) ((LOW) == MK_W_FP8 ? (16 + MK_DELTA_DK * MK_DELTA_RANK + 127 & ~127u) : 2 * MK_DELTA_DK * MK_DELTA_RANK) /* bytes, f's: mk_delta_segment_bytes */
+
+/* What a warp's tile of f or z takes from memory. */
+template <uint32_t LOW> struct mk_delta_tile {
+    uint4 a[MK_DELTA_LOADS(LOW)];
+    float scale[2], p; /* p: of channel lane % 16 of the tile: dt_bias, o_norm */
+};
+template <uint32_t LOW> MK_DEV void mk_delta_ask(const mk_delta *e, uint32_t which, const uint8_t *tape, const float *param, uint32_t warp, uint32_t lane, mk_delta_tile<LOW> *t)
+{
+    const uint32_t n = which ? e->dv : MK_DELTA_DK, channel = 16 * warp + (lane & 15);
+    mk_delta_weights<LOW>(mk_delta_segment<LOW>(tape + which * MK_DELTA_SEGMENT(LOW), &e->low[which], t->scale), n, 16 * warp, lane, t->a);
+    t->p = channel < n ? __ldg(param + 1 + which * MK_DELTA_DK + channel) : 0;
+}
+
+MK_DEV void mk_delta_convolve_one(const mk_spot *spot, uint4 look, float4 w, float4 past, float4 *keep, float *to)
+{
+    const float x = mk_spot_value(spot, 0, look);
+    past = make_float4(past.y, past.z, past.w, x);
+    *to = mk_silu(mk_dot4(w, past));
+    *keep = past;
+}
+
+template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_delta *e = &in->delta;
+    const mk_places *place = &mk_fed_of(in)->place;
+    const mk_row *row = &d->step->row[0];
+    const uint32_t dv = e->dv, lane = d->lane, warp = d->warp, nv = (dv + 31) / 32, channels = 2 * MK_DELTA_DK + dv, matrix = (channels * MK_DELTA_TAPS * 4 + 127) & ~127u;
+    const bool key = d->tid >= MK_DELTA_DK, head = !LOW && e->decay == MK_DECAY_HEAD, begins = row->flags & MK_ROW_FIRST, has_z = LOW && 16 * warp < dv;
+    const float *const weight = d->a->param + e->param_off, *const param = weight + channels * MK_DELTA_TAPS;
+    const uint8_t *const from = d->a->state + row->state_read * d->a->state_slot_bytes + e->state_off;
+    uint8_t *const to = d->a->state + row->state_write * d->a->state_slot_bytes + e->state_off;
+    mk_delta_row *const x = (mk_delta_row *)d->sh->staging;
+    mk_staged_drop(d);
+
+    mk_spot input = {};
+    uint4 input_look = make_uint4(0, 0, 0, 0);
+    if (LOW) {
+        input = mk_spot_of(d, 1, (key ? e->z_off : e->f_off) + mk_delta_input<LOW>(warp & 3, lane));
+        input_look = mk_spot_look(&input, 0);
+    }
+    const mk_spot spot = mk_spot_of(d, 0, key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid);
+    const uint4 look = mk_spot_look(&spot, 0);
+    float4 s[MK_DELTA_COLS], past = make_float4(0, 0, 0, 0);
+    if (!begins) past = __ldcg((const float4 *)from + d->tid);
+    const float4 w = __ldg((const float4 *)weight + d->tid), *const columns = (const float4 *)(from + matrix) + d->tid;
+#pragma unroll
+    for (uint32_t c = 0; c < MK_DELTA_COLS; c++) {
+        s[c] = make_float4(0, 0, 0, 0);
+        if (!begins && warp + c * MK_WARPS < dv) s[c] = __ldcg(columns + c * MK_WARPS * (MK_DELTA_DK / 4));
+    }
+    mk_delta_tile<LOW> tile, z = {};
+    float rate = 0;
+    if (LOW) {
+        const uint8_t *tape = d->a->tape + mk_fed_of(in)->plan.tape;
+        mk_delta_ask<LOW>(e, 0, tape, param, warp, lane, &tile);
+        if (has_z) mk_delta_ask<LOW>(e, 1, tape, param, warp, lane, &z);
+        rate = __ldg(param);
+    }
+
+    /* units of 32 other values: f (no low rank), b, v, z (no low rank); with a low rank there are fewer than warps */
+    const uint32_t nf = LOW ? 0 : head ? 1 : MK_DELTA_DK / 32, units = LOW ? 1 + nv : nf + 1 + 2 * nv;
+#pragma unroll 1
+    for (uint32_t u = warp;; u += MK_WARPS) {
+        const bool is_f = !LOW && u < nf, is_b = u == nf, is_v = u - nf - 1 < nv;
+        const uint32_t i = (is_f ? u : is_b ? 0 : is_v ? u - nf - 1 : u - nf - 1 - nv) * 32 + lane;
+        const bool has = u < units && i < (is_f ? head ? 1 : MK_DELTA_DK : is_b ? 1 : dv);
+        mk_spot other = {};
+        uint4 first = make_uint4(0, 0, 0, 0);
+        float4 taps = make_float4(0, 0, 0, 0), before = taps;
+        float p = 0;
+        if (has) {
+            other = mk_spot_of(d, is_v ? 0 : LOW || is_b ? 2 : 1, (is_f ? e->f_off : is_v ? e->v_off : LOW || is_b ? e->b_off : e->z_off) + i);
+            first = mk_spot_look(&other, 0);
+            if (is_v) {
+                taps = __ldg((const float4 *)weight + 2 * MK_DELTA_DK + i);
+                if (!begins) before = __ldcg((const float4 *)from + 2 * MK_DELTA_DK + i);
+            } else if (!LOW && !is_b) {
+                p = __ldg(param + 1 + i + (is_f ? 0 : head ? 1 : MK_DELTA_DK));
+                if (is_f) rate = __ldg(param);
             }
         }
+        if (LOW || u < MK_WARPS) {
+            if (LOW) mk_delta_inputs<LOW>(d, &input, input_look, x, 1);
+            mk_delta_convolve_one(&spot, look, w, past, (float4 *)to + d->tid, x->qk + d->tid);
+        }
+        if (has && is_v) {
+            mk_delta_convolve_one(&other, first, taps, before, (float4 *)to + 2 * MK_DELTA_DK + i, x->v + i);
+        } else if (has) {
+            const float y = mk_spot_value(&other, 0, first);
+            if (LOW || is_b)
+                x->beta = mk_delta_gate(1.0f, y);
+            else if (is_f)
+                x->a[i] = mk_delta_decay(y + p, -mk_delta_exp(rate));
+            else
+                x->z[i] = p * mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y);
+        }
+        __syncwarp();
+        if (LOW || u + MK_WARPS >= units) break;
+    }
+    mk_sync();
+    if (LOW) {
+#pragma unroll 1
+        for (uint32_t which = 0;; which++) {
+            float sum[4];
+            mk_delta_product<LOW>(x, 1, which, lane, tile.a, tile.scale, sum);
+            const float low = __shfl_sync(0xffffffffu, sum[0], 4 * (lane & 7)), high = __shfl_sync(0xffffffffu, sum[2], 4 * (lane & 7)), y = lane & 8 ? high : low;
+            if (lane < 16)
+                (which ? x->z : x->a)[16 * warp + lane] = which ? __fmul_rn(tile.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y)) : mk_delta_decay(y + tile.p, -mk_delta_exp(rate));
+            if (which || !has_z) break;
+            tile = z;
+        }
+        mk_sync();
+    }
+    mk_trace_input(d);
+    mk_trace_bytes(d, MK_DELTA_DK * dv * 4);
+
+#pragma unroll 1
+    for (uint32_t v0 = warp;; v0 += MK_DELTA_COLS * MK_WARPS) {
+        const uint32_t v = v0 + (lane / 4 & 3) * MK_WARPS;
+        const bool last = v0 + MK_DELTA_COLS * MK_WARPS >= dv + warp;
+        const mk_delta_turn t = mk_delta_columns(x, head, v < dv ? v : 0, lane, s);
+        if ((lane & 19) == 16 && v < dv) x->o[v] = t.o;
+        if (last) {
+            mk_sync();
+            mk_trace_publish(d);
+            if (warp == 0) mk_delta_publish(lane, dv, x, place->out, place->out_epoch);
+        }
+        mk_delta_update(&t, s);
+        float4 *const keep = (float4 *)(to + matrix) + v0 * (MK_DELTA_DK / 4) + lane;
+#pragma unroll
+        for (uint32_t c = 0; c < MK_DELTA_COLS; c++)
+            if (v0 + c * MK_WARPS < dv) keep[c * MK_WARPS * (MK_DELTA_DK / 4)] = s[c];
+        if (last) break;
+#pragma unroll
+        for (uint32_t c = 0; c < MK_DELTA_COLS; c++) s[c] = mk_delta_load(d, e, e->state_off + matrix, 0, v0 + (MK_DELTA_COLS + c) * MK_WARPS);
+    }
     mk_sync();
 }
 
 MK_DEV void mk_delta_step_run(const mk_insn *in)
 {
     const uint32_t low = in->delta.rank ? in->delta.low[0].wtype : 0;
-    low == MK_W_FP8 ? mk_delta_step_of<MK_W_FP8>(in) : low ? mk_delta_step_of<MK_W_BF16>(in) : mk_delta_step_of<0>(in);
+    if (mk_sh()->step.nrows == 1)
+        low == MK_W_FP8 ? mk_delta_one<MK_W_FP8>(in) : low ? mk_delta_one<MK_W_BF16>(in) : mk_delta_one<0>(in);
+    else
+        low == MK_W_FP8 ? mk_delta_step_of<MK_W_FP8>(in) : low ? mk_delta_step_of<MK_W_BF16>(in) : mk_delta_step_of<0>(in);
 }
 
 #endif
