@@ -116,12 +116,13 @@ MK_DEV void mk_delta_convolve(const mk_dev *d, const mk_delta *e, const mk_spot 
 #pragma unroll 1
     for (uint32_t r = 0;;) {
         const mk_row *row = &d->step->row[r];
-        const uint4 q = look;
+        uint4 q = look;
         const bool more = r + 1 < nrows, loads = more && !mk_row_follows(d->step, r + 1);
         float4 next = make_float4(0, 0, 0, 0);
         if (more) look = mk_spot_look(spot, r + 1);
         if (loads) next = mk_delta_past(d, e, r + 1, channel);
-        const float x = mk_spot_value(spot, r, q);
+        mk_spot_wait(spot, r, &q);
+        const float x = mk_spot_bf16(spot, q);
         past = make_float4(past.y, past.z, past.w, x);
         const float y = mk_dot4(w, past);
         *to = mk_silu(y);
@@ -157,9 +158,10 @@ template <uint32_t LOW> MK_DEV void mk_delta_inputs(const mk_dev *d, const mk_sp
 {
 #pragma unroll 1
     for (uint32_t r = 0;;) {
-        const uint4 q = look;
+        uint4 q = look;
         if (r + 1 < nrows) look = mk_spot_look(spot, r + 1);
-        const float x = mk_spot_value(spot, r, q);
+        mk_spot_wait(spot, r, &q);
+        const float x = mk_spot_bf16(spot, q);
         __syncwarp();
         if (LOW == MK_W_FP8) { /* a power of two brings the block into f16's range, exactly but for what is below 2^-29 of its largest value */
             const uint32_t bits = __float_as_uint(x) >> 16;
@@ -262,11 +264,11 @@ template <uint32_t LOW> MK_DEV void mk_delta_take(const mk_dev *d, const mk_delt
     mk_spot input = {}; /* ptxas keeps alive, across all opcodes, what is not set on every path */
     uint4 input_look = make_uint4(0, 0, 0, 0);
     if (LOW) {
-        input = mk_spot_of(d, 1, (key ? e->z_off : e->f_off) + mk_delta_input<LOW>(d->warp & 3, lane));
+        input = mk_spot_of(d, 1, (key ? e->z_off : e->f_off) + mk_delta_input<LOW>(d->warp & 3, lane), false);
         input_look = mk_spot_look(&input, 0);
     }
     const float *const weight = d->a->param + e->param_off, *const param = weight + mk_delta_rate_at(e);
-    const mk_spot spot = mk_spot_of(d, 0, key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid);
+    const mk_spot spot = mk_spot_of(d, 0, key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid, false);
     const uint4 look = mk_spot_look(&spot, 0);
     const float4 w = __ldg((const float4 *)weight + d->tid), past = mk_delta_past(d, e, 0, d->tid);
 #pragma unroll 1
@@ -279,7 +281,7 @@ template <uint32_t LOW> MK_DEV void mk_delta_take(const mk_dev *d, const mk_delt
         float4 taps = make_float4(0, 0, 0, 0), before = taps;
         float p = 0, rate = 0;
         if (has) {
-            other = mk_spot_of(d, is_v ? 0 : is_b ? 2 : 1, (is_f ? e->f_off : is_b ? e->b_off : is_v ? e->v_off : e->z_off) + i);
+            other = mk_spot_of(d, is_v ? 0 : is_b ? 2 : 1, (is_f ? e->f_off : is_b ? e->b_off : is_v ? e->v_off : e->z_off) + i, false);
             first = mk_spot_look(&other, 0);
             if (is_v) {
                 taps = __ldg((const float4 *)weight + 2 * MK_DELTA_DK + i);
@@ -301,9 +303,10 @@ template <uint32_t LOW> MK_DEV void mk_delta_take(const mk_dev *d, const mk_delt
             float *to = is_f ? rows->a + i : is_b ? &rows->beta : rows->z + i;
 #pragma unroll 1
             for (uint32_t r = 0;; to += sizeof(mk_delta_row) / 4) {
-                const uint4 q = first;
+                uint4 q = first;
                 if (r + 1 < nrows) first = mk_spot_look(&other, r + 1);
-                const float x = mk_spot_value(&other, r, q);
+                mk_spot_wait(&other, r, &q);
+                const float x = mk_spot_bf16(&other, q);
                 if (is_f) {
                     *to = mk_delta_decay(x + p, rate);
                 } else {
@@ -457,7 +460,8 @@ template <uint32_t LOW> MK_DEV void mk_delta_ask(const mk_delta *e, uint32_t whi
 
 MK_DEV void mk_delta_convolve_one(const mk_spot *spot, uint4 look, float4 w, float4 past, float4 *keep, float *to)
 {
-    const float x = mk_spot_value(spot, 0, look);
+    mk_spot_wait(spot, 0, &look);
+    const float x = mk_spot_bf16(spot, look);
     past = make_float4(past.y, past.z, past.w, x);
     *to = mk_silu(mk_dot4(w, past));
     *keep = past;
@@ -480,10 +484,10 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
     mk_spot input = {};
     uint4 input_look = make_uint4(0, 0, 0, 0);
     if (LOW) {
-        input = mk_spot_of(d, 1, (key ? e->z_off : e->f_off) + mk_delta_input<LOW>(warp & 3, lane));
+        input = mk_spot_of(d, 1, (key ? e->z_off : e->f_off) + mk_delta_input<LOW>(warp & 3, lane), false);
         input_look = mk_spot_look(&input, 0);
     }
-    const mk_spot spot = mk_spot_of(d, 0, key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid);
+    const mk_spot spot = mk_spot_of(d, 0, key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid, false);
     const uint4 look = mk_spot_look(&spot, 0);
     float4 s[MK_DELTA_COLS], past = make_float4(0, 0, 0, 0);
     if (!begins) past = __ldcg((const float4 *)from + d->tid);
@@ -514,7 +518,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         float4 taps = make_float4(0, 0, 0, 0), before = taps;
         float p = 0;
         if (has) {
-            other = mk_spot_of(d, is_v ? 0 : LOW || is_b ? 2 : 1, (is_f ? e->f_off : is_v ? e->v_off : LOW || is_b ? e->b_off : e->z_off) + i);
+            other = mk_spot_of(d, is_v ? 0 : LOW || is_b ? 2 : 1, (is_f ? e->f_off : is_v ? e->v_off : LOW || is_b ? e->b_off : e->z_off) + i, false);
             first = mk_spot_look(&other, 0);
             if (is_v) {
                 taps = __ldg((const float4 *)weight + 2 * MK_DELTA_DK + i);
@@ -531,7 +535,8 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         if (has && is_v) {
             mk_delta_convolve_one(&other, first, taps, before, (float4 *)to + 2 * MK_DELTA_DK + i, x->v + i);
         } else if (has) {
-            const float y = mk_spot_value(&other, 0, first);
+            mk_spot_wait(&other, 0, &first);
+            const float y = mk_spot_bf16(&other, first);
             if (LOW || is_b)
                 x->beta = mk_delta_gate(1.0f, y);
             else if (is_f)
@@ -549,8 +554,10 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
             float sum[4];
             mk_delta_product<LOW>(x, 1, which, lane, tile.a, tile.scale, sum);
             const float low = __shfl_sync(0xffffffffu, sum[0], 4 * (lane & 7)), high = __shfl_sync(0xffffffffu, sum[2], 4 * (lane & 7)), y = lane & 8 ? high : low;
-            if (lane < 16)
-                (which ? x->z : x->a)[16 * warp + lane] = which ? __fmul_rn(tile.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y)) : mk_delta_decay(y + tile.p, -mk_delta_exp(rate));
+            if (lane < 16 && which)
+                x->z[16 * warp + lane] = __fmul_rn(tile.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y));
+            else if (lane < 16)
+                x->a[16 * warp + lane] = mk_delta_decay(y + tile.p, -mk_delta_exp(rate));
             if (which || !has_z) break;
             tile = z;
         }

@@ -336,6 +336,7 @@ MK_DEV void mk_route_decide(const mk_dev *d, mk_route_list *x, uint32_t n, mk_ro
         out->expert[place] = (uint16_t)expert.x;
         x->choice[rank] = make_uint2(expert.y, place);
     }
+    if (lane == 0) out->n_union = topk;
     __syncwarp();
     if (tell && mk_arrives(lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
     const uint2 choice = x->choice[lane < topk ? lane : 0];
@@ -364,22 +365,21 @@ MK_DEV bool mk_sync_any(bool say)
     return any != 0;
 }
 
-/* What is known of one row's routes before its choice is: its experts are the union. By all warps. */
+/* What is known of one row's routes before its choice is: its experts are the union. By the other warps while the first decides. */
 MK_DEV void mk_route_ranks(const mk_dev *d, mk_routes *out, uint32_t topk)
 {
-    static_assert(sizeof out->rank == 4 * MK_COMPUTE && MK_MAX_UNION >= MK_MAX_TOPK, "a word a thread, those of row 0 first");
-    const uint32_t tid = d->tid, first = 4 * tid;
-    const uint32_t none = first >= topk ? 0xffffffffu : topk - first < 4 ? 0xffffffffu << 8 * (topk - first) : 0;
-    ((uint32_t *)out->rank)[tid] = 0x03020100u + first * 0x01010101u | none;
-    if (tid > topk) return;
-    mk_pairs *pairs = &d->sh->pairs;
-    pairs->first[tid] = (uint8_t)tid;
-    if (tid == topk) {
-        out->n_union = topk;
-        return;
+    static_assert(sizeof out->rank % 4 == 0 && MK_MAX_UNION % 4 == 0 && MK_MAX_TOPK < 32, "rank by words, those of row 0 first");
+    const uint32_t t = d->tid - 32;
+#pragma unroll 1
+    for (uint32_t i = t; i < sizeof out->rank / 4; i += MK_COMPUTE - 32) {
+        const uint32_t first = 4 * i, none = first >= topk ? 0xffffffffu : topk - first < 4 ? 0xffffffffu << 8 * (topk - first) : 0;
+        ((uint32_t *)out->rank)[i] = 0x03020100u + first * 0x01010101u | none;
     }
-    pairs->rank[tid] = pairs->expert[tid] = (uint8_t)tid;
-    pairs->row[tid] = 0;
+    mk_pairs *pairs = &d->sh->pairs;
+    if (t <= topk) pairs->first[t] = (uint8_t)t;
+    if (t >= topk) return;
+    pairs->rank[t] = pairs->expert[t] = (uint8_t)t;
+    pairs->row[t] = 0;
 }
 
 #ifndef MK_REHEARSE
@@ -393,7 +393,7 @@ MK_DEV float mk_route_rehearsed(uint32_t e)
 template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
 {
     const mk_route *t = &d->in->route;
-    const uint32_t n = t->experts, topk = t->topk, e = d->tid * PER;
+    const uint32_t n = t->experts, e = d->tid * PER;
     mk_routes *out = (mk_routes *)mk_local_at(d, d->in->signal_vec);
     mk_route_list *x = (mk_route_list *)d->sh->red;
     mk_spot at[PER] = {};
@@ -402,7 +402,7 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
 #pragma unroll
     for (uint32_t j = 0; j < PER; j++)
         if (e + j < n) {
-            at[j] = mk_spot_in(d, 0, e + j, true);
+            at[j] = mk_spot_of(d, 0, e + j, true);
             q[j] = mk_spot_look(&at[j], 0);
             if (t->has_bias) bias[j] = __ldg(d->a->param + t->param_off + e + j);
         }
@@ -415,7 +415,6 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
     for (uint32_t j = 0; j < PER; j++) late = late || (e + j < n && q[j].w != at[j].epoch);
     /* The reduction area and what the last layer's route left are free. Is somebody's logit not there yet? */
     bool last = !mk_sync_any(late) || !MK_REHEARSE;
-    mk_route_ranks(d, out, topk);
     /* Then there is time for a rehearsal with numbers of no meaning: it brings the instructions into the caches, from which the other opcodes have driven them. */
 #pragma unroll 1
     for (;; last = true) {
@@ -426,7 +425,7 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
             s[j] = mk_route_rehearsed(e + j);
             if (e + j >= n || !last) continue;
             mk_spot_wait(&at[j], 0, &q[j]);
-            s[j] = __uint_as_float(mk_spot_word(&at[j], q[j]));
+            s[j] = mk_spot_f32(&at[j], q[j]);
         }
         if (t->score != MK_SCORE_SOFTMAX)
 #pragma unroll
@@ -435,7 +434,10 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
         for (uint32_t j = 0; j < PER; j++) key[j] = e + j < n ? mk_order_key(t->has_bias ? s[j] + bias[j] : s[j]) : 0;
         const uint32_t candidates = mk_route_candidates<PER>(d, x, key, s, last);
         if (last) mk_trace_publish(d);
-        if (d->warp == 0) mk_route_decide(d, x, candidates, out, last);
+        if (d->warp == 0)
+            mk_route_decide(d, x, candidates, out, last);
+        else
+            mk_route_ranks(d, out, t->topk);
         mk_sync();
         if (last) break;
     }
@@ -468,7 +470,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
     uint4 q[AHEAD] = {};
     float b = 0;
     if (e0 < n && group < groups) {
-        at = mk_spot_of(d, 0, e0);
+        at = mk_spot_of(d, 0, e0, true);
 #pragma unroll
         for (uint32_t i = 0; i < AHEAD; i++)
             if (group + i * groups < nrows) q[i] = mk_spot_look(&at, group + i * groups);
@@ -486,7 +488,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
 #pragma unroll 1
         for (uint32_t e = e0; e < n && group < groups; e += per) {
             if (per < n) {
-                at = mk_spot_of(d, 0, e);
+                at = mk_spot_of(d, 0, e, true);
                 if (bias) b = __ldg(bias + e);
             }
 #pragma unroll 1
@@ -498,7 +500,8 @@ MK_DEV void mk_route_run(const mk_dev *d)
                 for (uint32_t i = 0; i < AHEAD; i++) {
                     if (r + i * groups >= end) break;
                     uint32_t *k = key + (r + i * groups - r0) * 2 * n;
-                    float s = mk_spot_value(&at, r + i * groups, q[i]);
+                    mk_spot_wait(&at, r + i * groups, &q[i]);
+                    float s = mk_spot_f32(&at, q[i]);
                     if (t->score == MK_SCORE_SIGMOID) {
                         s = mk_sigmoidf(s);
                         k[e] = mk_order_key(bias ? s + b : s);

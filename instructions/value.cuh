@@ -10,12 +10,12 @@ typedef struct mk_spot {
     const uint4 *at;          /* its packet of row 0 */
     uint32_t k, packet, row;  /* packet: counted from the first slice of the wait; row: packets from row to row */
     uint32_t epoch;
-    uint32_t word, shift;     /* shift: of a bf16 in its word; 32: f32 */
+    uint32_t word, half;      /* half: how a bf16's half of its word becomes an f32 (prmt) */
 } mk_spot;
 
 /* `index` counts the vector's values, which are f32 or bf16, and lies in the slices of the wait. Slices are cut almost evenly, so that it is hardly ever another one than
  * is guessed. */
-MK_DEV mk_spot mk_spot_in(const mk_dev *d, uint32_t k, uint32_t index, bool f32)
+MK_DEV mk_spot mk_spot_of(const mk_dev *d, uint32_t k, uint32_t index, bool f32)
 {
     const mk_wait *w = &d->in->wait[k];
     const mk_vec *v = &d->sh->vec[w->vec];
@@ -32,12 +32,8 @@ MK_DEV mk_spot mk_spot_in(const mk_dev *d, uint32_t k, uint32_t index, bool f32)
         begin = start[s], end = start[s + 1];
     }
     const uint32_t at = f32 ? index - begin : (index - begin) / 2, p = at / 3, packet = (s - first) * v->slice_packets + p;
-    mk_spot q = {place->in[k] + packet, k, packet, v->nslice * v->slice_packets, place->epoch[k], at - 3 * p, f32 ? 32 : 16 * (index - begin & 1)};
+    mk_spot q = {place->in[k] + packet, k, packet, v->nslice * v->slice_packets, place->epoch[k], at - 3 * p, index - begin & 1 ? 0x3244u : 0x1044u};
     return q;
-}
-MK_DEV mk_spot mk_spot_of(const mk_dev *d, uint32_t k, uint32_t index)
-{
-    return mk_spot_in(d, k, index, d->sh->vec[d->in->wait[k].vec].dtype == MK_F32);
 }
 
 /* A first look at its packet, well before it is needed. */
@@ -52,15 +48,18 @@ MK_DEV void mk_spot_wait(const mk_spot *s, uint32_t row, uint4 *q)
     while (q->w != s->epoch && mk_still_waiting(++looks, s->k, row, s->packet, q->w)) *q = mk_spot_look(s, row);
     mk_waited(looks);
 }
+/* What it then carries there. */
 MK_DEV uint32_t mk_spot_word(const mk_spot *s, uint4 q)
 {
     return s->word == 0 ? q.x : s->word == 1 ? q.y : q.z;
 }
-MK_DEV float mk_spot_value(const mk_spot *s, uint32_t row, uint4 q)
+MK_DEV float mk_spot_f32(const mk_spot *s, uint4 q)
 {
-    mk_spot_wait(s, row, &q);
-    const uint32_t x = mk_spot_word(s, q);
-    return s->shift == 32 ? __uint_as_float(x) : mk_bf16_value(x >> s->shift & 0xffffu);
+    return __uint_as_float(mk_spot_word(s, q));
+}
+MK_DEV float mk_spot_bf16(const mk_spot *s, uint4 q)
+{
+    return __uint_as_float(__byte_perm(mk_spot_word(s, q), 0, s->half));
 }
 
 /* Asks for 128 bytes at p to be brought into L2. */

@@ -175,10 +175,10 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         AT_MOST("value channels", 128, in->delta.dv);
         EXPECT("value channels modulo 4", 0, in->delta.dv % 4);
         EXPECT("the convolution's parameters modulo 4", 0, in->delta.param_off % 4);
+        for (uint32_t k = 0; k < 3; k++) EXPECT("type of the vectors that it reads", MK_BF16, p->vec[in->wait[k].vec].dtype);
         if (!in->delta.rank) return MK_OK;
         EXPECT("rank of f and z", MK_DELTA_RANK, in->delta.rank);
         EXPECT("type of z's weights", in->delta.low[0].wtype, in->delta.low[1].wtype);
-        EXPECT("type of the low-rank vector", MK_BF16, p->vec[in->wait[1].vec].dtype);
         for (uint32_t k = 0; k < 2 && in->delta.low[k].wtype == MK_W_FP8; k++) EXPECT("scale blocks of a low-rank segment", 1, in->delta.low[k].nseg);
         return MK_OK;
     case MK_OP_KV_APPEND:
