@@ -85,52 +85,61 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
     }
     mk_ring_pass(d, MK_EXPERT, &ring);
 }
+/* gate and up of a slice's row, whose sums lie `to_up` bytes apart: silu (gate * norm) * (up * norm). WAYS: partial sums of each. */
+template <uint32_t WAYS> MK_DEV float mk_up_value(uint32_t at, uint32_t to_up, float norm)
+{
+    const float gate = mk_part_tree<WAYS>(at), up = mk_part_tree<WAYS>(at + to_up);
+    return mk_silu(gate * norm) * (up * norm);
+}
 /* One row. Sums lie in the half of the reduction area whose turn it is, as those of GEMVs do, so that no barrier guards them; where a unit goes is known to its warp before
- * the products are there. */
+ * the products are there: a row's choices are the union's experts in that order, so a slice has the number of its packets. */
 template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
-    const uint32_t inter = in->expert.inter, workers = d->a->workers, x = mk_smem(d->sh->staging), slice_packets = d->sh->vec[in->signal_vec].slice_packets;
+    const uint32_t inter = in->expert.inter, workers = d->a->workers, x = mk_smem(d->sh->staging), slice_bytes = d->sh->vec[in->signal_vec].slice_packets * 16;
     const mk_divisor by_T = {f->plan.magic, in->expert.T};
     const uint32_t all = routes->n_union * by_T.n, units = mk_units(f->plan.tile.rows / 2), turn = d->memo->turn;
     const uint32_t slot = units == 1 ? d->warp : units == 2 ? d->warp / 2 : mk_small_quot(d->warp, units), group = d->warp - slot * units; /* of the warp's first unit */
-    float *const red = d->sh->red + (turn & 1) * (MK_RED_FLOATS / 2);
+    const uint32_t red = mk_smem(d->sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
     mk_stage_input(in, true, 0, f->plan.x.k);
     mk_trace_input(d);
 
     mk_next ring = d->memo->next[MK_EXPERT];
+    const float norm = mk_row_factor(d, &f->plan, 0);
     uint32_t first = d->worker;
 #pragma unroll 1
     do {
-        uint32_t n = 0, next = first;
+        uint32_t n = 0, next = first, u = slot, g = group, i = group * MK_UNIT + d->lane;
+        mk_up_slice s = mk_up_at(min(first + u * workers, all - 1), inter, by_T);
+        uint8_t *to = (uint8_t *)f->place.out + (first + u * workers) * slice_bytes;
+        mk_keep(&s.rows);
+        asm volatile("" : "+l"(to));
 #pragma unroll 1
         for (; n < MK_RED_FLOATS / 2 / MK_PARTS(1) && next < all; n++, next += workers) {
-            const mk_up_slice s = mk_up_at(next, inter, by_T);
-            const mk_tile t = mk_up_tile(&f->plan, &s);
-            const uint32_t at = ring.at;
+            const mk_up_slice slice = mk_up_at(next, inter, by_T);
+            const mk_tile t = mk_up_tile(&f->plan, &slice);
+            uint32_t part = mk_part_at(red + n * (4 * MK_PARTS(1)), t.rows, ring.at);
+            mk_keep(&part);
             const mk_accs acc = mk_product_of<FORM, true>(MK_EXPERT, &ring, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), 1, MK_NO_NORM, mk_no_sum());
-            mk_parts_put(d, red + n * MK_PARTS(1), t.rows, at, 1, &acc);
+            mk_part_put(part, t.rows, &acc);
             mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
         }
-        uint32_t u = slot, g = group;
-        mk_up_slice s = mk_up_at(min(first + u * workers, all - 1), inter, by_T);
-        uint4 *to = f->place.out + (routes->rank[0][s.j] * by_T.n + s.t) * slice_packets;
-        const float norm = mk_row_factor(d, &f->plan, 0);
         mk_sync();
         if (first == d->worker) mk_trace_publish(d);
 #pragma unroll 1
         while (u < n) {
-            const uint32_t i = g * MK_UNIT + d->lane;
-            const float *sums = red + u * MK_PARTS(1);
+            const uint32_t at = red + u * (4 * MK_PARTS(1)) + 4 * i;
             float y = 0;
-            if (i < s.rows && d->lane < MK_UNIT) y = mk_silu(mk_parts_sum(sums, 2 * s.rows, i, 0, 1) * norm) * (mk_parts_sum(sums, 2 * s.rows, s.rows + i, 0, 1) * norm);
-            if (g * MK_UNIT < s.rows) mk_publish_at(to, false, s.rows, g, y, f->place.out_epoch, d->lane);
+            if (i < s.rows && d->lane < MK_UNIT) y = 2 * s.rows > 16 * MK_TILES ? mk_up_value<MK_WARPS / 2>(at, 4 * s.rows, norm) : mk_up_value<MK_WARPS>(at, 4 * s.rows, norm);
+            __syncwarp();
+            if (g * MK_UNIT < s.rows) mk_publish_at((uint4 *)to, false, s.rows, g, y, f->place.out_epoch, d->lane);
             for (g += MK_WARPS; g >= units; g -= units) u++;
             if (u >= n) break;
+            i = g * MK_UNIT + d->lane;
             s = mk_up_at(first + u * workers, inter, by_T);
-            to = f->place.out + (routes->rank[0][s.j] * by_T.n + s.t) * slice_packets;
+            to = (uint8_t *)f->place.out + (first + u * workers) * slice_bytes;
         }
         first = next;
         if (first < all) mk_sync(); /* the sums are read */

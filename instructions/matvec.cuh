@@ -738,6 +738,15 @@ MK_DEV float mk_part_get(uint32_t at, uint32_t n)
     }
     return sum;
 }
+/* The same in the order of mk_parts_sum. WAYS: MK_WARPS, or half as many where there are two sides. */
+template <uint32_t WAYS> MK_DEV float mk_part_tree(uint32_t at)
+{
+    float r[MK_WARPS];
+#pragma unroll
+    for (uint32_t p = 0; p < WAYS; p++) r[p] = __uint_as_float(mk_lds32(at + (256 * MK_WARPS / WAYS) * p));
+    const float sum = __fadd_rn(__fadd_rn(r[0], r[1]), __fadd_rn(r[2], r[3]));
+    return WAYS == 4 ? sum : __fadd_rn(sum, __fadd_rn(__fadd_rn(r[4], r[5]), __fadd_rn(r[6], r[7])));
+}
 /* Matrix row i, column c. */
 MK_DEV float mk_parts_sum(const float *red, uint32_t n, uint32_t i, uint32_t c, uint32_t cols)
 {
