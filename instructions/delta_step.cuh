@@ -324,23 +324,21 @@ template <uint32_t LOW> MK_DEV void mk_delta_take(const mk_dev *d, const mk_delt
 /* One warp publishes a row: the slice's values, then the trailer. */
 MK_DEV void mk_delta_publish(uint32_t lane, uint32_t dv, const mk_delta_row *x, uint4 *p, uint32_t epoch)
 {
+    static_assert((MK_DELTA_DV / 2 + 1 + 2) / 3 <= 32, "a packet a lane");
     const uint32_t words = dv / 2;
+    uint32_t word[3];
+#pragma unroll
+    for (uint32_t k = 0; k < 3; k++) { /* beyond the last value: something of this row */
+        const float2 o = ((const float2 *)x->o)[3 * lane + k], z = ((const float2 *)x->z)[3 * lane + k];
+        word[k] = mk_bf16_bits(__fmul_rn(o.x, z.x)) | mk_bf16_bits(__fmul_rn(o.y, z.y)) << 16;
+    }
     float sum = 0;
 #pragma unroll 1
     for (uint32_t i = lane; i < dv; i += 32) sum = __fmaf_rn(x->o[i], x->o[i], sum);
     sum = mk_warp_sum(sum);
-#pragma unroll 1
-    for (uint32_t i = lane; i < (words + 1 + 2) / 3; i += 32) {
-        uint32_t word[3];
 #pragma unroll
-        for (uint32_t k = 0; k < 3; k++) {
-            const uint32_t w = 3 * i + k;
-            const float2 o = ((const float2 *)x->o)[w], z = ((const float2 *)x->z)[w]; /* beyond the last value: something of this row */
-            word[k] = mk_bf16_bits(__fmul_rn(o.x, z.x)) | mk_bf16_bits(__fmul_rn(o.y, z.y)) << 16;
-            word[k] = w < words ? word[k] : w == words ? __float_as_uint(sum) : 0;
-        }
-        mk_packet_store(p + i, word[0], word[1], word[2], epoch);
-    }
+    for (uint32_t k = 0; k < 3; k++) word[k] = 3 * lane + k < words ? word[k] : 3 * lane + k == words ? __float_as_uint(sum) : 0;
+    if (3 * lane <= words) mk_packet_store(p + lane, word[0], word[1], word[2], epoch);
 }
 
 /* A row and the columns that a warp has in registers: what the state is multiplied by and takes up. Lanes 4 c to 4 c + 3 have column c's delta, those 16 further its o. */
@@ -458,6 +456,15 @@ template <uint32_t LOW> MK_DEV void mk_delta_ask(const mk_delta *e, uint32_t whi
     t->p = channel < n ? __ldg(param + 1 + which * MK_DELTA_DK + channel) : 0;
 }
 
+/* Of the tile's row lane % 16. */
+template <uint32_t LOW> MK_DEV float mk_delta_result(const mk_delta_row *x, uint32_t which, uint32_t lane, const mk_delta_tile<LOW> *t)
+{
+    float sum[4];
+    mk_delta_product<LOW>(x, 1, which, lane, t->a, t->scale, sum);
+    const float low = __shfl_sync(0xffffffffu, sum[0], 4 * (lane & 7)), high = __shfl_sync(0xffffffffu, sum[2], 4 * (lane & 7));
+    return lane & 8 ? high : low;
+}
+
 MK_DEV void mk_delta_convolve_one(const mk_spot *spot, uint4 look, float4 w, float4 past, float4 *keep, float *to)
 {
     mk_spot_wait(spot, 0, &look);
@@ -549,17 +556,14 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
     }
     mk_sync();
     if (LOW) {
-#pragma unroll 1
-        for (uint32_t which = 0;; which++) {
-            float sum[4];
-            mk_delta_product<LOW>(x, 1, which, lane, tile.a, tile.scale, sum);
-            const float low = __shfl_sync(0xffffffffu, sum[0], 4 * (lane & 7)), high = __shfl_sync(0xffffffffu, sum[2], 4 * (lane & 7)), y = lane & 8 ? high : low;
-            if (lane < 16 && which)
-                x->z[16 * warp + lane] = __fmul_rn(tile.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y));
-            else if (lane < 16)
-                x->a[16 * warp + lane] = mk_delta_decay(y + tile.p, -mk_delta_exp(rate));
-            if (which || !has_z) break;
-            tile = z;
+        float *const at = x->a + 16 * warp + lane, *const z_at = x->z + 16 * warp + lane;
+        if (has_z) { /* side by side */
+            const float f = mk_delta_result<LOW>(x, 0, lane, &tile), g = mk_delta_result<LOW>(x, 1, lane, &z);
+            const float decay = mk_delta_decay(f + tile.p, -mk_delta_exp(rate)), gate = __fmul_rn(z.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : g, g));
+            if (lane < 16) *at = decay, *z_at = gate;
+        } else {
+            const float decay = mk_delta_decay(mk_delta_result<LOW>(x, 0, lane, &tile) + tile.p, -mk_delta_exp(rate));
+            if (lane < 16) *at = decay;
         }
         mk_sync();
     }
