@@ -33,6 +33,8 @@ MK_DEV mk_spot mk_spot_of(const mk_dev *d, uint32_t k, uint32_t index, bool f32)
     }
     const uint32_t at = f32 ? index - begin : (index - begin) / 2, p = at / 3, packet = (s - first) * v->slice_packets + p;
     mk_spot q = {place->in[k] + packet, k, packet, v->nslice * v->slice_packets, place->epoch[k], at - 3 * p, index - begin & 1 ? 0x3244u : 0x1044u};
+    mk_keep(&q.word); /* or they are worked out behind the wait */
+    if (!f32) mk_keep(&q.half);
     return q;
 }
 
