@@ -19,7 +19,7 @@ static_assert(MK_DOWN_TABLE >= MK_PARTS(MK_MAX_ROWS) && MK_DOWN_TABLE * 4 >= MK_
 
 static_assert(MK_MAX_ROWS == MK_WARPS && MK_STAGING / (MK_STAGED_VALUES * 2 + 32) >= MK_WARPS, "an expert of all rows is staged at once, a pair a warp");
 
-#define MK_PAIR_PACKETS 7u /* of a lane, under way at once */
+#define MK_PAIR_TURNS 7u /* packets of a lane, under way at once */
 
 /* A row's experts publish `per` packets each. */
 typedef struct mk_pairs_walk {
@@ -49,15 +49,15 @@ MK_DEV void mk_pair_gather(const mk_dev *d, const mk_pairs_walk *w, uint32_t r, 
     const uint32_t first = rank * w->per, none = mk_smem(d->sh->red) + d->tid * 16;
     const uint4 *from = w->base + r * w->row_packets + first;
 #pragma unroll 1
-    for (uint32_t i = d->lane; i - d->lane < w->per; i += 32 * MK_PAIR_PACKETS) {
-        uint4 q[MK_PAIR_PACKETS];
-        uint32_t at[MK_PAIR_PACKETS], wanted = 0;
+    for (uint32_t i = d->lane; i - d->lane < w->per; i += 32 * MK_PAIR_TURNS) {
+        uint4 q[MK_PAIR_TURNS];
+        uint32_t at[MK_PAIR_TURNS], wanted = 0;
         const uint4 *p = from + i;
 #pragma unroll
-        for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) q[j] = mk_packet_load(p + 32 * j);
+        for (uint32_t j = 0; j < MK_PAIR_TURNS; j++) q[j] = mk_packet_load(p + 32 * j);
         __syncwarp(); /* all asked for before anything else is done */
 #pragma unroll
-        for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) {
+        for (uint32_t j = 0; j < MK_PAIR_TURNS; j++) {
             const uint32_t p = min(i + 32 * j, w->per - 1), s = mk_quot(p, w->by_slice), v = w->start[s] + (p - s * w->by_slice.n) * 6, end = w->start[s + 1];
             at[j] = i + 32 * j < w->per && v < end ? to + 2 * v : none;
             wanted |= at[j] != none ? 1u << j : 0;
@@ -67,7 +67,7 @@ MK_DEV void mk_pair_gather(const mk_dev *d, const mk_pairs_walk *w, uint32_t r, 
         for (int k = 5; k >= 0; k--) {
             __syncwarp();
 #pragma unroll
-            for (uint32_t j = 0; j < MK_PAIR_PACKETS; j++) {
+            for (uint32_t j = 0; j < MK_PAIR_TURNS; j++) {
                 const uint32_t word = k < 2 ? q[j].x : k < 4 ? q[j].y : q[j].z;
                 mk_sts16(at[j] + 2 * k, k & 1 ? word >> 16 : word);
             }
@@ -258,12 +258,344 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
         mk_publish_unit(out, f->place.out + r * out->nslice * out->slice_packets, n, u.group, y, f->place.out_epoch, d->lane);
     }
 }
+/* ---- one row -------------------------------------------------------------------------------------------------------- */
+
+/* A warp takes two K blocks of a stage at once, A and B: the even columns of mma.sync have A's values, the odd ones B's, so that both come with one load, and where
+ * a warp's rows are an odd number of eights the last eight of both share a tile. They are in registers before the input is there, and the next two while these are
+ * multiplied: a stage may be filled anew as soon as it is loaded. A row's products and the order of its sums are those of mk_down_product_as. */
+
+/* What a segment is to this warp. */
+typedef struct mk_claim {
+    uint32_t nkb, per, nst, first, way;
+    uint32_t kb_bytes, half, tile_at, eight_at, eight_b; /* of ldmatrix: from K block to K block, to the second half of one, to the first tile, to the last eight rows of A; and of a lane that takes B's */
+    uint32_t scales, scale_row, second;                  /* from the weights to their scales, from row to row of these, from a row's first to its second */
+    uint32_t stride;                                     /* from staged pair to staged pair */
+    int edge;                                            /* rows from here on, counted from the lane's first, have the second scale */
+} mk_claim;
+/* How far it has come. */
+typedef struct mk_walk {
+    mk_next slot;
+    uint32_t stages;       /* of the group, yet to be opened */
+    uint32_t s, turn, row; /* stage of its expert; K blocks of the partial sum before; the expert's staged pair, as the lane wants it */
+    uint32_t left, k, w;   /* of the stage that is open: the warp's K blocks yet to come; the next one, its weights */
+} mk_walk;
+/* Two K blocks, or A alone, or none. w: A's tiles, B's, the one they share; f: A's scales, B's. */
+template <uint32_t EIGHTS> struct mk_both {
+    uint32_t w[EIGHTS][8];
+    float f[2][2];
+    uint32_t x, factor; /* where the values are that they meet, and what the products are multiplied by */
+    uint32_t n;         /* how many of them */
+};
+
+#define MK_DOWN_WAYS 4u /* a stage's K blocks are taken in turn by the warps of its group: there is one side */
+static_assert(MK_GROUP_WARPS == MK_DOWN_WAYS && MK_SEGMENT_ROWS <= MK_SCALE_ROWS, "two scales a row of them at most");
+
+template <uint32_t EIGHTS> MK_DEV mk_claim mk_claim_of(const mk_tile *t, const mk_lap *lap, uint32_t at, uint32_t stride)
+{
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = (lane >> 4) * t->rows * 16;
+    mk_claim h;
+    h.nkb = t->nkb, h.per = t->per, h.nst = t->nst;
+    h.first = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1);
+    h.way = warp % MK_GROUP_WARPS;
+    h.kb_bytes = t->rows * MK_KBLOCK_BYTES;
+    h.half = t->rows * 32;
+    h.tile_at = chunk + (lane & 15) * 16;
+    h.eight_at = chunk + (8 * (EIGHTS - 1) + (lane & 7)) * 16;
+    h.eight_b = lane & 8 ? 0xffffffffu : 0;
+    h.scales = lap->scales;
+    h.scale_row = 4 * t->nseg;
+    h.second = t->nseg > 1 ? 4 : 0;
+    h.stride = stride;
+    h.edge = (int)(MK_SCALE_ROWS - t->phase - (lane >> 2));
+    mk_keep(&h.first), mk_keep(&h.way), mk_keep(&h.kb_bytes), mk_keep(&h.half), mk_keep(&h.tile_at), mk_keep(&h.scales), mk_keep(&h.second), mk_keep((uint32_t *)&h.edge);
+    if (EIGHTS & 1) mk_keep(&h.eight_at), mk_keep(&h.eight_b);
+    return h;
+}
+
+/* Loads the next K blocks, if need be of the next stage, which there is. A stage may have none for this warp: it goes no further, because before the pairs are staged the
+ * others cannot leave theirs. */
+template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_both_load(mk_both<EIGHTS> *b, mk_walk *y, const mk_claim *h, const mk_lap *lap)
+{
+    constexpr bool FP8 = FORM == MK_X_F16;
+    constexpr uint32_t FULL = EIGHTS / 2, VALUES = FP8 ? 128 : 64; /* VALUES: bytes of a staged K block */
+    if (!y->left) {
+        y->stages--;
+        const uint32_t kb = y->s * h->per, nk = h->nkb > kb ? min(h->nkb - kb, h->per) : 0, b0 = (h->way - y->turn) & (MK_DOWN_WAYS - 1);
+        mk_stage_wait(y->slot.bar, y->slot.phase, MK_FAULT_EXPERT);
+        y->left = (nk + MK_DOWN_WAYS - 1 - b0) / MK_DOWN_WAYS;
+        y->k = kb + b0;
+        y->w = y->slot.stage + (y->left ? b0 * h->kb_bytes : 0);
+    }
+    const uint32_t left = y->left, to_b = left > 1 ? MK_DOWN_WAYS * h->kb_bytes : 0, w = mk_after(y->w), a = w + h->tile_at, e = w + h->eight_at + (to_b & h->eight_b);
+#pragma unroll
+    for (uint32_t j = 0; j < FULL; j++) {
+        mk_ldmatrix(b->w[j], a + 256 * j);
+        mk_ldmatrix(b->w[j] + 4, a + h->half + 256 * j);
+        mk_ldmatrix(b->w[FULL + j], a + to_b + 256 * j);
+        mk_ldmatrix(b->w[FULL + j] + 4, a + to_b + h->half + 256 * j);
+    }
+    if (EIGHTS & 1) {
+        mk_ldmatrix(b->w[EIGHTS - 1], e);
+        mk_ldmatrix(b->w[EIGHTS - 1] + 4, e + h->half);
+    }
+    if (FP8) {
+        const uint32_t f = mk_after(y->slot.stage - h->scales) + (y->k >> 1) * h->scale_row, fb = f + (to_b ? MK_DOWN_WAYS / 2 * h->scale_row : 0);
+        b->f[0][0] = mk_lds(f), b->f[0][1] = mk_lds(f + h->second);
+        b->f[1][0] = mk_lds(fb), b->f[1][1] = mk_lds(fb + h->second);
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) asm volatile("" : "+f"(b->f[i / 2][i % 2])); /* not later */
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < EIGHTS; j++)
+#pragma unroll
+        for (uint32_t i = 0; i < 8; i++) asm volatile("" : "+r"(b->w[j][i]));
+    b->x = y->row + y->k * VALUES;
+    b->factor = y->row;
+    b->n = left;
+    y->left = left > 1 ? left - 2 : 0;
+    y->k += 2 * MK_DOWN_WAYS;
+    y->w += 2 * MK_DOWN_WAYS * h->kb_bytes;
+    if (!y->left) {
+        mk_stage_leave(y->slot.bar + MK_EMPTY, threadIdx.x % 32);
+        mk_next_move(&y->slot, lap);
+        y->s += MK_GROUPS;
+        y->turn += h->per;
+        if (y->s >= h->nst) {
+            y->s = h->first;
+            y->turn = h->first ? h->per : 0;
+            y->row += h->stride;
+        }
+    }
+}
+
+/* sum[i]: of the lane's row in the warp's i-th eight. b: the first K blocks. */
+template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_down_one_product(float *sum, mk_both<EIGHTS> *b, mk_walk *y, const mk_claim *h, const mk_lap *lap)
+{
+    constexpr bool FP8 = FORM == MK_X_F16;
+    constexpr uint32_t FULL = EIGHTS / 2;
+    const uint32_t lane = threadIdx.x % 32, l = FP8 ? lane >> 2 : lane; /* its column, which is B's if odd */
+    uint32_t x_at = mk_ldx_at<FP8>(lane) + (l & 1) * MK_DOWN_WAYS * (FP8 ? 128 : 64);
+    mk_keep(&x_at);
+    bool more;
+#pragma unroll 1
+    do {
+        float part[EIGHTS][4], f[2][2];
+        const uint32_t x = mk_after(b->x + x_at);
+        const float n = mk_lds(b->factor - MK_PAIR_HEAD);
+        const uint4 v0 = FP8 ? mk_ldx_f16(x) : mk_ldx_bf16(x), v1 = FP8 ? mk_ldx_f16(x + 64) : v0;
+        const uint32_t n_kb = b->n;
+#pragma unroll
+        for (uint32_t j = 0; j < EIGHTS; j++) {
+            if (FP8) {
+                mk_tile_product_fp8(part[j], b->w[j], v0, v1);
+            } else {
+                mk_mma_bf16_first(part[j], b->w[j], v0.x, v0.y);
+                mk_mma_bf16(part[j], b->w[j] + 4, v0.z, v0.w);
+            }
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) f[i / 2][i % 2] = FP8 ? b->f[i / 2][i % 2] * n : n;
+        more = y->left || y->stages;
+        if (more) mk_both_load<FORM, EIGHTS>(b, y, h, lap);
+#pragma unroll
+        for (uint32_t i = 0; i < EIGHTS; i++) {
+            const bool shared = i / 2 == FULL, second = FP8 && (int)(8 * i) >= h->edge;
+            const float with_a = __fmaf_rn(shared ? part[EIGHTS - 1][0] : part[i / 2][i % 2 * 2], second ? f[0][1] : f[0][0], sum[i]);
+            const float with_b = __fmaf_rn(shared ? part[EIGHTS - 1][3] : part[FULL + (shared ? 0 : i / 2)][i % 2 * 2 + 1], second ? f[1][1] : f[1][0], with_a);
+            sum[i] = n_kb > 1 ? with_b : n_kb ? with_a : sum[i];
+        }
+    } while (more);
+}
+
+/* Packets of a lane are waited for in parts: beyond four at a time there are not enough predicates to look at all of them at once. */
+MK_DEV constexpr uint32_t mk_pair_part(uint32_t i, uint32_t loads)
+{
+    return i == 0 ? 0 : i == 1 ? 4 : i == 2 ? 7 : loads;
+}
+MK_DEV constexpr uint32_t mk_pair_parts(uint32_t loads)
+{
+    return loads > 7 ? 3 : 2;
+}
+static_assert(MK_PAIR_PACKETS(16) % 32 == 0 && MK_PAIR_PACKETS(32) == 7 * 32, "mk_pair_part");
+
+/* left: packets of the pair from the lane's first one on, which is `from`. */
+template <uint32_t LOADS> MK_DEV void mk_pair_ask(uint4 (&q)[LOADS], const uint4 *from, uint32_t left)
+{
+    asm volatile("" : "+l"(from));
+#pragma unroll
+    for (uint32_t j = 0; j < LOADS; j++)
+        q[j] = left > 32 * j ? mk_packet_load(from + 32 * j) : make_uint4(0, 0, 0, 0); /* undefined registers would be alive in all that calls this */
+}
+/* What they are: MK_PAIR_WORD. */
+template <uint32_t LOADS> MK_DEV void mk_pair_map(uint32_t (&m)[LOADS], const uint32_t *from, uint32_t left)
+{
+    asm volatile("" : "+l"(from));
+#pragma unroll
+    for (uint32_t j = 0; j < LOADS; j++) m[j] = left > 32 * j ? __ldg(from + 32 * j) : 0;
+}
+template <uint32_t PART, uint32_t LOADS> MK_DEV void mk_pair_wait(const uint4 *from, uint32_t wanted, uint32_t epoch, uint32_t first, uint4 (&q)[LOADS])
+{
+    constexpr uint32_t AT = mk_pair_part(PART, LOADS), N = mk_pair_part(PART + 1, LOADS) - AT;
+    mk_packets_wait_every(from + 32 * AT, 32, wanted >> AT & (1u << N) - 1, epoch, 0, 0, first + 32 * AT, *(uint4(*)[N])(q + AT));
+}
+/* Stages the pair whose packets are `from` (the lane's first) at shared address `row`: its values in order, in the form that they are multiplied in, and zeros to the end
+ * of the K block. What its products are multiplied by stands before them. first: the lane's first packet's number; m: what its packets are; q: a look at them. */
+template <uint32_t FORM, uint32_t LOADS>
+MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, uint32_t first, float weight, uint32_t row, const uint32_t (&m)[LOADS], uint4 (&q)[LOADS])
+{
+    constexpr bool FP8 = FORM == MK_X_F16;
+    constexpr uint32_t PARTS = mk_pair_parts(LOADS);
+    const uint32_t per = f->plan.packets, k = f->in.expert.k;
+    uint32_t to[LOADS], wanted = 0;
+    int end[LOADS];
+#pragma unroll
+    for (uint32_t i = 0; i < LOADS; i++) {
+        to[i] = row + MK_PAIR_TO(m[i]);
+        end[i] = MK_PAIR_END(m[i]);
+        wanted |= end[i] ? 1u << i : 0;
+        mk_keep(&to[i]), mk_keep((uint32_t *)&end[i]);
+    }
+    mk_keep(&wanted);
+    uint32_t top = 0;
+#pragma unroll
+    for (uint32_t part = 0; part < PARTS; part++) {
+        const uint32_t i0 = mk_pair_part(part, LOADS), i1 = mk_pair_part(part + 1, LOADS);
+        if (i0 * 32 >= per) break;
+        if (part == 0) mk_pair_wait<0>(from, wanted, f->place.epoch[0], first, q);
+        if (part == 1) mk_pair_wait<1>(from, wanted, f->place.epoch[0], first, q);
+        if (part == 2) mk_pair_wait<PARTS - 1>(from, wanted, f->place.epoch[0], first, q);
+        if (FP8)
+#pragma unroll
+            for (uint32_t i = i0; i < i1; i++)
+                if (wanted & 1u << i) top = __vmaxu2(__vmaxu2(top, mk_magnitudes(q[i].x)), __vmaxu2(mk_magnitudes(q[i].y), mk_magnitudes(q[i].z))); /* behind the values are zeros */
+    }
+    __syncwarp();
+    const mk_f16_shift shift = mk_f16_shift_of(FP8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
+    if (d->lane == 0) mk_sts32(row - MK_PAIR_HEAD, __float_as_uint(FP8 ? __fmul_rn(weight, shift.inverse) : weight));
+    /* words first: the second half of a packet's last one may be the place of the next packet's first value, which comes later */
+#pragma unroll
+    for (uint32_t part = 0; part < PARTS; part++) {
+        const uint32_t i0 = mk_pair_part(part, LOADS), i1 = mk_pair_part(part + 1, LOADS);
+        if (i0 * 32 >= per) break;
+#pragma unroll
+        for (uint32_t i = i0; i < i1; i++) {
+            if (FP8) q[i].x = mk_f16_pair_shifted(q[i].x, shift.less), q[i].y = mk_f16_pair_shifted(q[i].y, shift.less), q[i].z = mk_f16_pair_shifted(q[i].z, shift.less);
+            const uint32_t turn = end[i] & 1 ? 0x5432 : 0x3210;
+            if (end[i] > 1) mk_sts32(to[i], __byte_perm(q[i].x, q[i].y, turn));
+            if (end[i] > 5) mk_sts32(to[i] + 4, __byte_perm(q[i].y, q[i].z, turn));
+            if (end[i] > 9) mk_sts32(to[i] + 8, __byte_perm(q[i].z, 0, turn));
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (uint32_t part = 0; part < PARTS; part++) {
+        const uint32_t i0 = mk_pair_part(part, LOADS), i1 = mk_pair_part(part + 1, LOADS);
+        if (i0 * 32 >= per) break;
+#pragma unroll
+        for (uint32_t i = i0; i < i1; i++)
+            if (end[i] & 1) mk_sts16(to[i] - 2, q[i].x);
+    }
+#pragma unroll 1
+    for (uint32_t i = k + d->lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0);
+}
+
+/* One row that mk_plan.dealt says fits, with up to 8 * EIGHTS rows of weights. Its choices are the union's experts, in that order. */
+template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn *in)
+{
+    constexpr uint32_t LOADS = MK_PAIR_PACKETS(8 * EIGHTS) / 32;
+    const mk_dev here = mk_here(in), *d = &here;
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    mk_memo *memo = d->memo;
+    const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
+    const mk_vec *base = &sh->vec[in->wait[2].vec];
+    const mk_tile t = p->tile;
+    const mk_lap lap = sh->lap[MK_EXPERT];
+    const uint32_t experts = routes->n_union, n = t.rows, per = p->packets, stride = mk_row_stride(in->expert.k), staged = mk_smem(sh->staging) + MK_PAIR_HEAD;
+    const uint32_t turn = memo->turn, i = d->warp * MK_UNIT + d->lane;
+    const bool local = base->scope == MK_LOCAL, f32 = sh->vec[in->signal_vec].dtype == MK_F32, has = i < n && d->lane < MK_UNIT;
+    const float *const sum_of_others = (const float *)(mk_local_memory(d->a) + base->offset);
+    const uint4 *const residual = f->place.in[2] + i / 3;
+    uint4 q[LOADS], look = make_uint4(0, 0, 0, 0);
+    uint32_t first = d->warp * per + d->lane, map[LOADS];
+    const uint32_t left = d->warp < experts && per > d->lane ? per - d->lane : 0;
+    mk_pair_ask(q, f->place.in[0] + first, left);
+    mk_pair_map(map, sh->args.map + p->map + d->lane, left);
+    if (!local && has) look = mk_packet_load(residual);
+
+    mk_walk walk;
+    walk.slot = memo->next[MK_EXPERT];
+    const uint32_t at = walk.slot.at;
+    const mk_claim claim = mk_claim_of<EIGHTS>(&t, &lap, at, stride);
+    walk.stages = experts * (t.nst / MK_GROUPS);
+    walk.s = claim.first;
+    walk.turn = claim.first ? t.per : 0;
+    walk.row = staged;
+    walk.left = 0;
+    mk_both<EIGHTS> both;
+    mk_both_load<FORM, EIGHTS>(&both, &walk, &claim, &lap);
+    const uint32_t red = mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
+    uint32_t part = mk_part_at(red, n, at), sums = red + 4 * i;
+    mk_keep(&part), mk_keep(&sums);
+
+#pragma unroll 1
+    for (uint32_t j = d->warp, row = staged + j * stride; j < experts;) {
+        const uint4 *from = f->place.in[0] + first;
+        mk_pair_take<FORM>(d, f, from, first, routes->weight[0][j], row, map, q);
+        if ((j += MK_WARPS) >= experts) break;
+        row += MK_WARPS * stride, first += MK_WARPS * per;
+        mk_pair_ask(q, from + MK_WARPS * per, left);
+    }
+    mk_sync();
+    mk_trace_input(d);
+    mk_trace_bytes(d, experts * n * t.nkb * MK_KBLOCK_BYTES);
+
+    float sum[EIGHTS] = {};
+    mk_down_one_product<FORM, EIGHTS>(sum, &both, &walk, &claim, &lap);
+    if (!(d->lane & 3))
+#pragma unroll
+        for (uint32_t e = 0; e < EIGHTS; e++) mk_sts32(part + 32 * e, __float_as_uint(sum[e]));
+    walk.slot.at = at + experts * t.nst;
+    __syncwarp();
+    if (d->lane == 0) {
+        memo->next[MK_EXPERT] = walk.slot;
+        memo->turn = turn ^ 1;
+        memo->staged = 0;
+    }
+    mk_sync();
+    mk_trace_publish(d);
+    if (d->warp * MK_UNIT >= n) return;
+    float y = 0;
+    if (has) {
+        y = mk_part_tree<MK_WARPS>(sums);
+        if (local) {
+            y = __fadd_rn(sum_of_others[i], y);
+        } else {
+            look = mk_packet_get(residual, look, f->place.epoch[2], 2, 0, i / 3);
+            y = __fadd_rn(__uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z), y);
+        }
+    }
+    __syncwarp();
+    mk_publish_at(f->place.out, f32, n, d->warp, y, f->place.out_epoch, d->lane);
+}
+static_assert(MK_WARPS * MK_UNIT >= MK_SEGMENT_ROWS && MK_DOWN_ONE_ROWS == 32, "a warp a unit; mk_down_one_of");
+template <uint32_t FORM> MK_DEV void mk_down_one_of(const mk_insn *in)
+{
+    const uint32_t n = mk_fed_of(in)->plan.tile.rows;
+    if (n <= 16)
+        mk_down_one<FORM, 2>(in);
+    else if (n <= 24)
+        mk_down_one<FORM, 3>(in);
+    else
+        mk_down_one<FORM, 4>(in);
+}
 MK_DEV void mk_expert_down_run(const mk_insn *in)
 {
-    if (in->expert.wtype == MK_W_FP8)
-        mk_down_of<MK_X_F16>(in);
+    if (mk_sh()->step.nrows == 1 && mk_fed_of(in)->plan.dealt)
+        in->expert.wtype == MK_W_FP8 ? mk_down_one_of<MK_X_F16>(in) : mk_down_one_of<MK_X_BF16>(in);
     else
-        mk_down_of<MK_X_BF16>(in);
+        in->expert.wtype == MK_W_FP8 ? mk_down_of<MK_X_F16>(in) : mk_down_of<MK_X_BF16>(in);
 }
 
 #endif

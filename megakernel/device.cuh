@@ -163,7 +163,7 @@ typedef struct mk_plan {
     uint8_t one;              /* what runs in a step of one row: MK_ONE, MK_ONE_*; 0: the opcode */
     uint8_t f32;              /* packets carry f32 */
     uint8_t head_shift;       /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
-    uint8_t dealt;            /* EXPERT_UP, LM_HEAD: one row is gathered as its packets are dealt */
+    uint8_t dealt;            /* EXPERT_UP, LM_HEAD: one row is gathered as its packets are dealt; EXPERT_DOWN: its pairs are gathered at once */
     uint32_t pad;
     uint32_t end;             /* MK_END_*; the gate's word in its packet << 8 */
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
@@ -344,6 +344,14 @@ typedef struct mk_shared {
 
 /* K blocks of a stage, from what a segment's instruction says; loaders and compute warps count alike. A stage never spans two chunks of
  * the staged vector. */
+#define MK_PAIR_PACKETS(rows) ((rows) > 16 ? 224u : 288u) /* EXPERT_DOWN: of a pair that is gathered at once, where there are so many rows of weights */
+#define MK_PAIR_HEAD    32u  /* bytes before a staged pair: what its products are multiplied by */
+#define MK_DOWN_ONE_ROWS 32u /* of weights, at most, for mk_down_one */
+/* What packet q of a pair of EXPERT_DOWN is to mk_pair_take: where the first of its values goes that begins a word, in bytes, and twice the number of values, less one if
+ * the first does not begin a word; 0: none. */
+#define MK_PAIR_WORD(value, n) ((n) ? ((value) + ((value) & 1)) * 2 | (2 * (n) - ((value) & 1)) << 16 : 0)
+#define MK_PAIR_TO(m)  ((m) & 0xffffu)
+#define MK_PAIR_END(m) ((int)((m) >> 16))
 #define MK_PLANES_F32 3u /* an f32 vector is staged as three bf16 planes that add up to it exactly */
 #define MK_STAGED_F32 704u /* values of such a vector at a time, at MK_MAX_ROWS rows */
 MK_BOTH uint32_t mk_chunk_kblocks(uint32_t wtype, uint32_t planes)

@@ -36,6 +36,7 @@ struct mk_gpu {
     uint32_t submit_next;
     uint32_t smem;
     uint32_t map_at[MK_MAX_VEC]; /* by vector: its first word in args.map */
+    uint32_t pair_at[MK_MAX_VEC]; /* of those that EXPERT_DOWN reads: MK_PAIR_WORD of each packet */
     /* pinned */
     mk_submit_packets *submit;
     mk_event *event;
@@ -319,6 +320,16 @@ static mk_tile down_tile(const mk_insn *in, const mk_expert_seg *s)
     const mk_expert *e = &in->expert;
     const mk_tile t = {e->wtype, e->n, s->nkb, s->per_most, (s->nkb + s->per_most - 1u) / s->per_most + s->blank, 1, e->nseg, e->phase, 1};
     return t;
+}
+
+/* EXPERT_DOWN of one row: the packets of a pair, whether a warp gathers one at once and there is room for all of them. */
+static void pairs_plan(const mk_gpu *g, const mk_insn *in, mk_plan *p)
+{
+    const mk_vec *u = &g->prog->vec[in->wait[0].vec];
+    const uint32_t topk = in->expert.topk;
+    p->packets = u->nslice / topk * u->slice_packets;
+    p->map = g->pair_at[in->wait[0].vec];
+    p->dealt = p->packets <= MK_PAIR_PACKETS(in->expert.n) && in->expert.n <= MK_DOWN_ONE_ROWS && topk * mk_row_stride(in->expert.k) + MK_PAIR_HEAD <= MK_STAGING;
 }
 
 /* Inputs that are staged alike have the same number, from 1 on. */
@@ -630,6 +641,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             if (in->opcode == MK_OP_ROUTE && k + 1 < queue[w + 1]) plan[k].ahead = stages_ahead(in, in + 1, maker) ? 1u | router_left(in, &plan[k], k - queue[w]) << 1 : 0;
             if (in->opcode == MK_OP_EXPERT_DOWN) {
                 plan[k].tile = down_tile(in, &expert[n_expert - 1]);
+                pairs_plan(g, in, &plan[k]);
             } else if (!in->tape_bytes) {
                 rc = plan_of(g, in, NULL, &keys, a, &plan[k], err);
             }
@@ -702,6 +714,13 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
         g->map_at[k] = n_map;
         for (uint32_t s = 0; s < vec[k].nslice && !rc; s++)
             for (uint32_t q = 0; q < vec[k].slice_packets; q++) map[n_map++] = map_word(&vec[k], s, from[s], from[s + 1] - from[s], q);
+        g->pair_at[k] = n_map;
+        if (!(vec[k].flags & MK_VEC_DYNAMIC)) continue;
+        for (uint32_t s = 0; s < vec[k].nslice && !rc; s++)
+            for (uint32_t q = 0; q < vec[k].slice_packets; q++) {
+                const uint32_t value = from[s] + 6 * q, n = value < from[s + 1] ? from[s + 1] - value : 0;
+                map[n_map++] = MK_PAIR_WORD(value, n < 6 ? n : 6u);
+            }
     }
     if (!rc && (!(g->args.vec = (mk_vec *)uploaded(g, "vectors", vec, i->n_vec * sizeof *vec, err)) ||
                 !(g->args.start = (uint16_t *)uploaded(g, "slice starts", start, (n + 7u & ~7u) * sizeof *start, err)) ||
