@@ -228,7 +228,7 @@ template <uint32_t NB> MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc
             }
             __stcg(dst + h * mk_partial_floats(dim) + c, y);
             if (!c) __stcg((float2 *)(dst + h * mk_partial_floats(dim) + dim), make_float2(max, sum));
-            if (out) out[h * dim + c] = mk_div(y, sum);
+            if (out) out[h * dim + c] = __fmul_rn(y, mk_reciprocal(sum)); /* as in COMBINE of one split */
         }
     }
 }

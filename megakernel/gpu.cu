@@ -198,6 +198,8 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
     case MK_OP_COMBINE:
         EXPECT("channels of a slice modulo 4", 0, m->n % 4 + m->first % 4 + m->latent % 4);
         AT_MOST("channels of a slice", MK_COMBINE_MOST, m->n);
+        EXPECT("the type of the output", MK_BF16, p->vec[in->signal_vec].dtype);
+        if (m->gate) EXPECT("the type of the gates", MK_BF16, p->vec[in->wait[1].vec].dtype);
         return MK_OK;
     case MK_OP_GQA_APPEND:
         AT_MOST("channels of a head", MK_GQA_DIM, g->dim);
