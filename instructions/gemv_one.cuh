@@ -25,15 +25,11 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
 
     const mk_tile t = p->tile;
     const mk_lap lap = sh->lap[MK_TAPE];
+    mk_way way = mk_way_of<FORM == MK_X_F16>(&t, at, lap.scales);
     const uint32_t red = mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2), rows = t.rows;
-    mk_way way = {};
-    uint32_t part = 0, sums = red + 4 * i;
-    const auto prepare = [&] {
-        way = mk_way_of<FORM == MK_X_F16>(&t, at, lap.scales);
-        part = mk_part_at(red, rows, at);
-        mk_way_keep(&way);
-        mk_keep(&part), mk_keep(&sums);
-    };
+    uint32_t part = mk_part_at(red, rows, at), sums = red + 4 * i;
+    mk_way_keep(&way);
+    mk_keep(&part), mk_keep(&sums);
     if (!staged_before) {
         __syncwarp();
         if (d->lane == 0) {
@@ -42,13 +38,11 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
             memo->parity = parity;
         }
         switch (p->one) {
-#define X(f32, form, pro) case MK_ONE(f32, form, pro): if (FORM == form) mk_take<f32, FORM, pro>(d, in, parity, prepare); break;
+#define X(f32, form, pro) case MK_ONE(f32, form, pro): if (FORM == form) mk_take<f32, FORM, pro>(d, in, parity); break;
             MK_ONES(X)
 #undef X
         }
         mk_sync();
-    } else {
-        prepare();
     }
     mk_trace_input(d);
 

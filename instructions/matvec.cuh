@@ -170,12 +170,18 @@ typedef struct mk_hand {
     uint32_t slice;        /* of the group */
     bool any, trailer;     /* it is of the group; it has its slice's trailer */
 } mk_hand;
-MK_DEV mk_hand mk_hand_of(const mk_plan *p, uint32_t lane)
+template <bool F32> MK_DEV mk_hand mk_hand_of(const mk_plan *p, mk_hands g, uint32_t lane)
 {
-    const uint32_t w = mk_sh()->args.hand[p->kind][lane];
-    const mk_hand h = {w & 255u, w >> 8 & 15u, w >> 12 & 31u, (w >> 17 & 1) != 0, (w >> 18 & 1) != 0};
+    const uint32_t s = lane * p->by_per >> 10, j = lane - s * g.per, first = j * (F32 ? 3 : 6);
+    mk_hand h;
+    h.any = lane < g.packets;
+    h.slice = s;
+    h.count = h.any && first < g.slice ? min(F32 ? 3u : 6u, g.slice - first) : 0;
+    h.value = s * g.slice + first;
+    h.trailer = h.any && j + 1 == g.per;
     return h;
 }
+#define MK_HAND_BY(per) ((1024u + (per) - 1) / (per)) /* lane * this >> 10 is lane / per: per and lane are at most 32 */
 
 /* From one of a lane's turns at a row's packets to the next, and to the next but one: packets, values. An f32 group of 64 packets takes two turns. */
 typedef struct mk_turns {
@@ -200,9 +206,9 @@ MK_DEV void mk_factor_put(uint32_t k, uint32_t values, uint32_t group, float fac
     for (uint32_t v = group * values, end = v + values; v < end && v < k; v += 64) *to++ = factor;
 }
 
-/* Stages the instruction's vector, of one row, out of its packets. What does not depend on them is worked out before they are waited for: `meanwhile` as well. No barrier behind
- * it yet. parity: of its sums of squares. */
-template <bool F32, uint32_t FORM, uint32_t PRO, typename F> MK_DEV void mk_take(const mk_dev *d, const mk_insn *in, uint32_t parity, F meanwhile)
+/* Stages the instruction's vector, of one row, out of its packets. What does not depend on them is worked out before they are waited for. No barrier behind it yet. parity: of
+ * its sums of squares. */
+template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_dev *d, const mk_insn *in, uint32_t parity)
 {
     constexpr uint32_t LOADS = MK_LOADS_OF(PRO), PART = LOADS < 4 ? LOADS : 4, WORDS = F32 ? 2 : 3;
     constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS, HEADS = PRO == MK_ONE_HEADS;
@@ -211,7 +217,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO, typename F> MK_DEV void mk_take
     const mk_plan *p = &f->plan;
     const mk_hands g = p->hands;
     const uint32_t k = p->x.k, staged = mk_smem(sh->staging), behind = staged + mk_staged_bytes(k, FORM), plane = mk_row_stride(k);
-    const mk_hand h = mk_hand_of(p, d->lane);
+    const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<F32>(g);
     const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
     const uint4 *const from = f->place.in[0] + packet0;
@@ -234,7 +240,6 @@ template <bool F32, uint32_t FORM, uint32_t PRO, typename F> MK_DEV void mk_take
         for (uint32_t j = 0; j < LOADS; j++)
 #pragma unroll
             for (uint32_t i = 0; i < (F32 ? 3 : 6); i++) gain[j][i] = wanted & 1u << j ? __ldg(gamma + value[j] + i) : 0; /* beyond k they meet zeros */
-    meanwhile();
 #pragma unroll
     for (uint32_t i = 0; i < WORDS; i++) {
         mine[i] = 2 * i >= h.count ? 0 : F32 && 2 * i + 1 >= h.count ? 0xffff : 0xffffffffu;
@@ -349,7 +354,7 @@ MK_DEV bool mk_map_used(uint32_t m)
 template <uint32_t FORM> MK_CALL void mk_gather_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
-    mk_take<true, FORM, MK_ONE_RMS>(d, in, d->memo->parity, [] {});
+    mk_take<true, FORM, MK_ONE_RMS>(d, in, d->memo->parity);
 }
 MK_DEV bool mk_is_whole(const mk_plan *p, uint32_t nrows)
 {

@@ -140,10 +140,6 @@ typedef struct mk_hands {
     uint8_t packets, values; /* of a group, which is a warp's: group g is that of warp g mod MK_WARPS */
     uint8_t slice, per;      /* of a slice: values, packets */
 } mk_hands;
-#define MK_HANDS 16u /* kinds of groups in a program, at most: others' packets are looked up */
-/* A lane's packet of a group: the first of its values, from the group's on; how many; which slice of the group it is of; whether it is of the group at all; whether it has its
- * slice's trailer. */
-#define MK_HAND(value, count, slice, any, trailer) ((value) | (count) << 8 | (slice) << 12 | (any) << 17 | (trailer) << 18)
 /* What follows from an instruction of the matrix opcodes alone, worked out by the host: all that compute warps do is on the way of the token. */
 typedef struct mk_plan {
     alignas(16) mk_tile tile; /* GEMV, LM_HEAD; EXPERT_UP: the longest slice; EXPERT_DOWN: an expert's, nst is even */
@@ -157,8 +153,7 @@ typedef struct mk_plan {
     uint32_t key;             /* the same for inputs that are staged alike; 0: none */
     uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row */
     mk_hands hands;           /* how warps share wait 0's packets */
-    uint16_t skip;            /* packets before the first that is wanted */
-    uint16_t kind;            /* of mk_gpu_args.hand */
+    uint16_t skip, by_per;    /* packets before the first that is wanted; of a division by hands.per: mk_hand_of */
     float inv_k;              /* 1 / the values of a norm: x.k, x.norm_group */
     uint8_t one;              /* what runs in a step of one row: MK_ONE, MK_ONE_*; 0: the opcode */
     uint8_t f32;              /* packets carry f32 */
@@ -178,7 +173,6 @@ static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32 };
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, pro) (0x40u | (f32) | (form) << 1 | (pro) << 3)
-#define MK_IS_ONE(run) ((run) - 0x40u < 0x30u)
 enum { MK_ONE_PLAIN = 0, MK_ONE_RMS = 1, MK_ONE_HEADS = 2, MK_ONE_LONG = 3, MK_ONE_SHORT = 4 }; /* prologues; LONG, SHORT: none, but more or fewer packets */
 /* Those that there are. */
 #define MK_ONES(X) \
@@ -253,7 +247,6 @@ typedef struct mk_gpu_args {
     mk_fault *fault;      /* pinned */
     uint32_t *heartbeat;  /* pinned; enum mk_beat */
     mk_ring ring[2];       /* MK_TAPE, MK_EXPERT */
-    uint32_t hand[MK_HANDS][32]; /* MK_HAND: what each lane's packet of a group carries */
     uint64_t state_slot_bytes, kv_page_bytes, timeout_ns;
     uint32_t packets, sweep; /* of the exchange; steps between two sweeps of them */
     uint32_t n_vec, n_start, workers, epoch0, max_pages, local_bytes;

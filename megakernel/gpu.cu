@@ -376,24 +376,8 @@ static uint32_t one_of(uint32_t f32, uint32_t form, uint32_t pro)
 #undef X
     return 0;
 }
-/* The number of a kind of groups; 0: there are too many. */
-static int hand_kind(mk_gpu_args *a, const mk_hands *h, uint32_t f32, uint16_t *kind)
-{
-    uint32_t hand[32];
-    for (uint32_t lane = 0; lane < 32; lane++) {
-        const uint32_t s = lane / h->per, j = lane % h->per, first = j * (f32 ? 3u : 6u), any = lane < h->packets, left = any && first < h->slice ? h->slice - first : 0u;
-        hand[lane] = MK_HAND(s * h->slice + first, left < (f32 ? 3u : 6u) ? left : f32 ? 3u : 6u, s, any, (uint32_t)(any && j + 1u == h->per));
-    }
-    for (uint32_t k = 0; k < MK_HANDS; k++) {
-        if (!(a->hand[k][0] >> 17 & 1)) memcpy(a->hand[k], hand, sizeof hand); /* nobody's yet */
-        if (memcmp(a->hand[k], hand, sizeof hand)) continue;
-        *kind = (uint16_t)k;
-        return 1;
-    }
-    return 0;
-}
 /* How warps share the packets of one row, and what takes them; 0: slices are not alike, or a row does not fit. */
-static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_gpu_args *a, mk_plan *p)
+static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
 {
     const mk_wait *w = &in->wait[0];
     const mk_vec *v = &g->prog->vec[w->vec];
@@ -405,14 +389,14 @@ static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_gpu_args *a, mk_plan
     const uint32_t one = one_of(p->f32, form, pro), trailers = p->x.norm_group ? 128 * groups : 0;
     if (!one || turns > MK_LOADS_OF(pro) || mk_staged_bytes(k, form) + trailers > MK_STAGING) return 0;
     const mk_hands hands = {(uint8_t)d.packets, (uint8_t)d.values, (uint8_t)d.slice, (uint8_t)d.per};
-    if (!hand_kind(a, &hands, p->f32, &p->kind)) return 0;
     p->hands = hands;
     p->skip = (uint16_t)(d.per == 1 ? (p->x.in_off - start[w->slice0]) / d.slice : 0);
+    p->by_per = MK_HAND_BY(d.per);
     return one;
 }
 
 /* The plan of an instruction whose input is staged. */
-static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, input_keys *keys, mk_gpu_args *a, mk_plan *out, mk_err *err)
+static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, input_keys *keys, mk_plan *out, mk_err *err)
 {
     const int lm = in->opcode == MK_OP_LM_HEAD, up = in->opcode == MK_OP_EXPERT_UP;
     if (in->opcode != MK_OP_GEMV && !lm && !up) return MK_OK;
@@ -456,7 +440,7 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
     p.f32 = vec->dtype == MK_F32;
     p.packets = in->wait[0].nslice * vec->slice_packets;
     p.map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * vec->slice_packets;
-    const uint32_t one = deal(g, in, a, &p);
+    const uint32_t one = deal(g, in, &p);
     p.dealt = one && (lm || up);
     if (in->opcode == MK_OP_GEMV && one) {
         const mk_vec *to = &g->prog->vec[in->signal_vec];
@@ -645,7 +629,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
                 plan[k].tile = down_tile(in, &expert[n_expert - 1]);
                 pairs_plan(g, in, &plan[k]);
             } else if (!in->tape_bytes) {
-                rc = plan_of(g, in, NULL, &keys, a, &plan[k], err);
+                rc = plan_of(g, in, NULL, &keys, &plan[k], err);
             }
             if (in->opcode == MK_OP_DELTA_STEP) plan[k].tape = p->tape_base[w % workers] + in->tape_off; /* it reads its segments itself */
             if (!in->tape_bytes || in->opcode == MK_OP_DELTA_STEP) continue;
@@ -662,7 +646,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             s->stage = s->per * rows * MK_KBLOCK_BYTES;
             s->shift = scale_k == 128 ? 1 : 0;
             s->lm_head = (uint8_t)lm;
-            rc = plan_of(g, in, s, &keys, a, &plan[k], err);
+            rc = plan_of(g, in, s, &keys, &plan[k], err);
         }
         first[w + 1] = n_seg;
         efirst[w + 1] = n_expert;
