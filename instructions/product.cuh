@@ -185,8 +185,14 @@ template <bool FP8> MK_DEV mk_way mk_way_of(const mk_tile *t, uint32_t at, uint3
     w.row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16;
     w.kb_bytes = rows * MK_KBLOCK_BYTES;
     w.scale_row = (t->halves == 2 ? 8 : 4) * t->nseg;
+    if (FP8 && t->nseg > 1) {
 #pragma unroll
-    for (uint32_t i = 0; i < 2 * MK_TILES; i++) w.c[i] = FP8 ? mk_scale_of(row0 + 8 * i + (lane >> 2), rows, half, t->nseg, t->phase) - scales : 0;
+        for (uint32_t i = 0; i < 2 * MK_TILES; i++) w.c[i] = mk_scale_of(row0 + 8 * i + (lane >> 2), rows, half, t->nseg, t->phase) - scales;
+    } else { /* a scale for all rows of a half */
+        const uint32_t upper = t->halves == 2 ? half - min(half, row0 + (lane >> 2)) : 8 * 2 * MK_TILES;
+#pragma unroll
+        for (uint32_t i = 0; i < 2 * MK_TILES; i++) w.c[i] = (8 * i >= upper ? 4 : 0) - scales;
+    }
     return w;
 }
 MK_DEV void mk_way_keep(mk_way *w)

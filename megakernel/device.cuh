@@ -173,6 +173,7 @@ static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32 };
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, pro) (0x40u | (f32) | (form) << 1 | (pro) << 3)
+#define MK_IS_ONE(run) ((run) - 0x40u < 0x30u)
 enum { MK_ONE_PLAIN = 0, MK_ONE_RMS = 1, MK_ONE_HEADS = 2, MK_ONE_LONG = 3, MK_ONE_SHORT = 4 }; /* prologues; LONG, SHORT: none, but more or fewer packets */
 /* Those that there are. */
 #define MK_ONES(X) \

@@ -120,6 +120,10 @@ MK_DEV void compute(const mk_gpu_args *a)
     for (bool done = false;; done = true) {
         const mk_insn *in = instruction(done);
         const uint32_t what = mk_fed_of(in)->place.run;
+        if (MK_IS_ONE(what)) { /* most are */
+            mk_gemv_one_run(in, what);
+            continue;
+        }
         switch (what) {
         case MK_OP_EMBED: call_mk_embed_run(in); break;
         case MK_OP_GEMV:
@@ -144,7 +148,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_ONE_GQA: mk_gqa_run<true>(in); break;
         case MK_ONE_MLA: mk_mla_one_run(in); break;
         case MK_OP_LEAVE: mk_phase_carry(a, true); return;
-        default: mk_gemv_one_run(in, what); break;
+        default: break;
         }
     }
 }
