@@ -22,7 +22,8 @@ typedef struct mk_delta_row {
     float a[MK_DELTA_DK]; /* decay factors; MK_DECAY_HEAD: a[0] */
     float z[MK_DELTA_DV]; /* o_norm * gate */
     float o[MK_DELTA_DV];
-    float beta, pad[3];
+    alignas(16) float beta;
+    float rk, rq, qk_dot; /* one row with a low rank: mk_delta_norms */
     /* low rank: the inputs of f and those of z as 16-bit floats in eight blocks of 32, and what a block is to be multiplied by */
     uint16_t low[2 * MK_DELTA_RANK];
     float unscale[8];
@@ -341,18 +342,36 @@ MK_DEV void mk_delta_publish(uint32_t lane, uint32_t dv, const mk_delta_row *x, 
     if (3 * lane <= words) mk_packet_store(p + lane, word[0], word[1], word[2], epoch);
 }
 
+/* 1 / |k|, 128^-1/2 / |q|, q'k. By all lanes. */
+typedef struct mk_delta_norms {
+    float rk, rq, qk;
+} mk_delta_norms;
+MK_DEV mk_delta_norms mk_delta_norms_of(float4 q, float4 k, uint32_t lane)
+{
+    const float norm = mk_warp_four(make_float4(mk_dot4(q, q), mk_dot4(k, k), mk_dot4(q, k), 0), lane), over = mk_rsqrt(norm + 1e-6f);
+    const mk_delta_norms n = {__shfl_sync(0xffffffffu, over, 8), __fmul_rn(__shfl_sync(0xffffffffu, over, 0), 0x1.6a09e6p-4f), __shfl_sync(0xffffffffu, norm, 16)};
+    return n;
+}
+MK_DEV float4 mk_delta_q(const mk_delta_row *x, uint32_t lane)
+{
+    return ((const float4 *)x->qk)[lane];
+}
+MK_DEV float4 mk_delta_k(const mk_delta_row *x, uint32_t lane)
+{
+    return ((const float4 *)x->qk)[MK_DELTA_DK / 4 + lane];
+}
+
 /* A row and the columns that a warp has in registers: what the state is multiplied by and takes up. Lanes 4 c to 4 c + 3 have column c's delta, those 16 further its o. */
 typedef struct mk_delta_turn {
     float4 k, a;
     float rk, delta, o;
 } mk_delta_turn;
-/* v: the value channel of the lane's column, or another that there is. */
-MK_DEV mk_delta_turn mk_delta_columns(const mk_delta_row *x, bool head, uint32_t v, uint32_t lane, const float4 *s)
+/* v: the value channel of the lane's column, or another that there is. normed: the norms are there. */
+MK_DEV mk_delta_turn mk_delta_columns(const mk_delta_row *x, bool head, bool normed, uint32_t v, uint32_t lane, const float4 *s)
 {
     const float a0 = x->a[0];
-    const float4 q = ((const float4 *)x->qk)[lane], k = ((const float4 *)x->qk)[MK_DELTA_DK / 4 + lane];
+    const float4 q = mk_delta_q(x, lane), k = mk_delta_k(x, lane), there = *(const float4 *)&x->beta;
     const float4 a = head ? make_float4(a0, a0, a0, a0) : ((const float4 *)x->a)[lane], ka = mk_mul4(k, a), qa = mk_mul4(q, a);
-    const float beta = x->beta;
     float dot[2 * MK_DELTA_COLS];
 #pragma unroll
     for (int c = 0; c < MK_DELTA_COLS; c++) {
@@ -360,12 +379,12 @@ MK_DEV mk_delta_turn mk_delta_columns(const mk_delta_row *x, bool head, uint32_t
         dot[MK_DELTA_COLS + c] = mk_dot4(qa, s[c]);
     }
     /* lanes 4 c to 4 c + 3 have k'S of column c, 16 lanes on q'S; then that column's delta, and its o */
-    const float sum = mk_warp_eight(dot, lane), norm = mk_warp_four(make_float4(mk_dot4(q, q), mk_dot4(k, k), mk_dot4(q, k), 0), lane);
-    const float over = mk_rsqrt(norm + 1e-6f), rk = __shfl_sync(0xffffffffu, over, 8);
-    const float rq = __fmul_rn(__shfl_sync(0xffffffffu, over, 0), 0x1.6a09e6p-4f), qk = __shfl_sync(0xffffffffu, norm, 16); /* 128^-1/2 */
-    const float delta = __fmul_rn(beta, __fmaf_rn(-rk, sum, x->v[v]));
-    const float own = __shfl_sync(0xffffffffu, delta, lane & 15), o = __fmaf_rn(__fmul_rn(__fmul_rn(qk, rq), rk), own, __fmul_rn(rq, sum));
-    const mk_delta_turn t = {k, a, rk, delta, o};
+    const float sum = mk_warp_eight(dot, lane);
+    mk_delta_norms n = {there.y, there.z, there.w};
+    if (!normed) n = mk_delta_norms_of(q, k, lane);
+    const float delta = __fmul_rn(there.x, __fmaf_rn(-n.rk, sum, x->v[v]));
+    const float own = __shfl_sync(0xffffffffu, delta, lane & 15), o = __fmaf_rn(__fmul_rn(__fmul_rn(n.qk, n.rq), n.rk), own, __fmul_rn(n.rq, sum));
+    const mk_delta_turn t = {k, a, n.rk, delta, o};
     return t;
 }
 MK_DEV void mk_delta_update(const mk_delta_turn *t, float4 *s)
@@ -418,7 +437,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
 #pragma unroll
                 for (int c = 0; c < MK_DELTA_COLS; c++) s[c] = mk_delta_load(d, e, matrix, r, v0 + c * MK_WARPS);
             const uint32_t v = v0 + (lane / 4 & 3) * MK_WARPS;
-            const mk_delta_turn t = mk_delta_columns(x, head, v < dv ? v : 0, lane, s);
+            const mk_delta_turn t = mk_delta_columns(x, head, false, v < dv ? v : 0, lane, s);
             if ((lane & 19) == 16 && v < dv) x->o[v] = t.o;
             if (r + 1 == nrows && v0 + MK_DELTA_COLS * MK_WARPS >= dv + d->warp) {
                 mk_sync();
@@ -556,6 +575,10 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
     }
     mk_sync();
     if (LOW) {
+        if (warp == MK_WARPS - 1) { /* it has no tile of z, mostly */
+            const mk_delta_norms n = mk_delta_norms_of(mk_delta_q(x, lane), mk_delta_k(x, lane), lane);
+            if (lane == 0) x->rk = n.rk, x->rq = n.rq, x->qk_dot = n.qk;
+        }
         float *const at = x->a + 16 * warp + lane, *const z_at = x->z + 16 * warp + lane;
         if (has_z) { /* side by side */
             const float f = mk_delta_result<LOW>(x, 0, lane, &tile), g = mk_delta_result<LOW>(x, 1, lane, &z);
@@ -574,7 +597,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
     for (uint32_t v0 = warp;; v0 += MK_DELTA_COLS * MK_WARPS) {
         const uint32_t v = v0 + (lane / 4 & 3) * MK_WARPS;
         const bool last = v0 + MK_DELTA_COLS * MK_WARPS >= dv + warp;
-        const mk_delta_turn t = mk_delta_columns(x, head, v < dv ? v : 0, lane, s);
+        const mk_delta_turn t = mk_delta_columns(x, head, LOW, v < dv ? v : 0, lane, s);
         if ((lane & 19) == 16 && v < dv) x->o[v] = t.o;
         if (last) {
             mk_sync();
