@@ -183,23 +183,42 @@ template <uint32_t LOW> MK_DEV void mk_delta_weights(const uint8_t *weights, uin
     for (int i = 0; i < MK_DELTA_LOADS(LOW); i++) a[i] = __ldg((const uint4 *)weights + (i & 1 ? high : low) + i / 2 * 4 * rows);
 }
 static_assert(MK_QUARTER_BYTES == sizeof(uint4), "a load a quarter");
-/* The tile's products with the inputs of all rows (which 0: of f), m16n8's fragment. */
-template <uint32_t LOW> MK_DEV void mk_delta_product(const mk_delta_row *rows, uint32_t nrows, uint32_t which, uint32_t lane, const uint4 *a, const float *scale, float *sum)
+/* As tensor cores take them: of block w the first 16 inputs' registers, then the others'. */
+typedef struct mk_delta_open {
+    uint32_t a[4][8];
+} mk_delta_open;
+template <uint32_t LOW> MK_DEV mk_delta_open mk_delta_opened(const uint4 *a)
+{
+    mk_delta_open o;
+#pragma unroll
+    for (uint32_t w = 0; w < 4; w++) {
+        uint32_t *m = o.a[w], *n = m + 4;
+        if (LOW == MK_W_FP8) {
+            const uint4 p = a[w & 2], q = a[(w & 2) + 1];
+            mk_fp8_open(w & 1 ? p.z : p.x, &m[0], &m[2]);
+            mk_fp8_open(w & 1 ? q.z : q.x, &m[1], &m[3]);
+            mk_fp8_open(w & 1 ? p.w : p.y, &n[0], &n[2]);
+            mk_fp8_open(w & 1 ? q.w : q.y, &n[1], &n[3]);
+        } else {
+            const uint4 p = a[2 * w], q = a[2 * w + 1];
+            m[0] = p.x, m[1] = q.x, m[2] = p.y, m[3] = q.y;
+            n[0] = p.z, n[1] = q.z, n[2] = p.w, n[3] = q.w;
+        }
+    }
+    return o;
+}
+/* The tile's products with the inputs of all rows (which 0: of f), m16n8's fragment. Columns that no row has are like row 0's. */
+template <uint32_t LOW>
+MK_DEV void mk_delta_product(const mk_delta_row *rows, uint32_t nrows, uint32_t which, uint32_t lane, const mk_delta_open *open, const float *scale, float *sum)
 {
     const uint32_t g = lane / 4, t = lane & 3;
     const mk_delta_row *x = rows + (g < nrows ? g : 0), *even = rows + (2 * t < nrows ? 2 * t : 0), *odd = rows + (2 * t + 1 < nrows ? 2 * t + 1 : 0);
 #pragma unroll
     for (uint32_t w = 0; w < 4; w++) {
-        uint4 b = *(const uint4 *)(x->low + (which * 4 + w) * 32 + t * 8);
-        if (g >= nrows) b = make_uint4(0, 0, 0, 0);
+        const uint4 b = *(const uint4 *)(x->low + (which * 4 + w) * 32 + t * 8);
+        const uint32_t *m = open->a[w], *n = m + 4;
         float c[4];
         if (LOW == MK_W_FP8) {
-            const uint4 p = a[w & 2], q = a[(w & 2) + 1];
-            uint32_t m[4], n[4];
-            mk_fp8_open(w & 1 ? p.z : p.x, &m[0], &m[2]);
-            mk_fp8_open(w & 1 ? q.z : q.x, &m[1], &m[3]);
-            mk_fp8_open(w & 1 ? p.w : p.y, &n[0], &n[2]);
-            mk_fp8_open(w & 1 ? q.w : q.y, &n[1], &n[3]);
             mk_mma_f16_first(c, m, b.x, b.y);
             mk_mma_f16(c, n, b.z, b.w);
             const float u = even->unscale[which * 4 + w] * scale[w >> 1], v = odd->unscale[which * 4 + w] * scale[w >> 1];
@@ -208,7 +227,6 @@ template <uint32_t LOW> MK_DEV void mk_delta_product(const mk_delta_row *rows, u
             sum[2] = w ? __fmaf_rn(c[2], u, sum[2]) : __fmul_rn(c[2], u);
             sum[3] = w ? __fmaf_rn(c[3], v, sum[3]) : __fmul_rn(c[3], v);
         } else {
-            const uint32_t m[4] = {a[2 * w].x, a[2 * w + 1].x, a[2 * w].y, a[2 * w + 1].y}, n[4] = {a[2 * w].z, a[2 * w + 1].z, a[2 * w].w, a[2 * w + 1].w};
             if (w)
                 mk_mma_bf16(sum, m, b.x, b.y);
             else
@@ -235,7 +253,8 @@ template <uint32_t LOW> MK_DEV void mk_delta_low(const mk_dev *d, const mk_delta
         const uint32_t n = which ? e->dv : MK_DELTA_DK, channel = 16 * d->warp + i;
         const float p = channel < n ? __ldg(param + 1 + (which ? MK_DELTA_DK : 0) + channel) : 0;
         float sum[4];
-        mk_delta_product<LOW>(rows, nrows, which, lane, a, scale, sum);
+        const mk_delta_open open = mk_delta_opened<LOW>(a);
+        mk_delta_product<LOW>(rows, nrows, which, lane, &open, scale, sum);
         const bool more = !which && d->warp < tiles;
         if (more) mk_delta_weights<LOW>(mk_delta_segment<LOW>(tape + mk_delta_segment_bytes(e, 0), &e->low[1], scale), e->dv, 16 * d->warp, lane, a);
         float *to = (which ? rows->z : rows->a) + 16 * d->warp;
@@ -476,10 +495,8 @@ template <uint32_t LOW> MK_DEV void mk_delta_ask(const mk_delta *e, uint32_t whi
 }
 
 /* Of the tile's row lane % 16. */
-template <uint32_t LOW> MK_DEV float mk_delta_result(const mk_delta_row *x, uint32_t which, uint32_t lane, const mk_delta_tile<LOW> *t)
+MK_DEV float mk_delta_result(uint32_t lane, const float *sum)
 {
-    float sum[4];
-    mk_delta_product<LOW>(x, 1, which, lane, t->a, t->scale, sum);
     const float low = __shfl_sync(0xffffffffu, sum[0], 4 * (lane & 7)), high = __shfl_sync(0xffffffffu, sum[2], 4 * (lane & 7));
     return lane & 8 ? high : low;
 }
@@ -524,6 +541,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         if (!begins && warp + c * MK_WARPS < dv) s[c] = __ldcg(columns + c * MK_WARPS * (MK_DELTA_DK / 4));
     }
     mk_delta_tile<LOW> tile, z = {};
+    mk_delta_open open, z_open = {};
     float rate = 0;
     if (LOW) {
         const uint8_t *tape = d->a->tape + mk_fed_of(in)->plan.tape;
@@ -554,6 +572,12 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
                 if (is_f) rate = __ldg(param);
             }
         }
+        if (LOW) { /* the weights are there before the packets, mostly */
+            open = mk_delta_opened<LOW>(tile.a);
+            if (has_z) z_open = mk_delta_opened<LOW>(z.a);
+#pragma unroll
+            for (uint32_t k = 0; k < 32; k++) mk_keep(&open.a[k / 8][k % 8]), mk_keep(&z_open.a[k / 8][k % 8]);
+        }
         if (LOW || u < MK_WARPS) {
             if (LOW) mk_delta_inputs<LOW>(d, &input, input_look, x, 1);
             mk_delta_convolve_one(&spot, look, w, past, (float4 *)to + d->tid, x->qk + d->tid);
@@ -579,15 +603,15 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
             const mk_delta_norms n = mk_delta_norms_of(mk_delta_q(x, lane), mk_delta_k(x, lane), lane);
             if (lane == 0) x->rk = n.rk, x->rq = n.rq, x->qk_dot = n.qk;
         }
-        float *const at = x->a + 16 * warp + lane, *const z_at = x->z + 16 * warp + lane;
-        if (has_z) { /* side by side */
-            const float f = mk_delta_result<LOW>(x, 0, lane, &tile), g = mk_delta_result<LOW>(x, 1, lane, &z);
-            const float decay = mk_delta_decay(f + tile.p, -mk_delta_exp(rate)), gate = __fmul_rn(z.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : g, g));
-            if (lane < 16) *at = decay, *z_at = gate;
-        } else {
-            const float decay = mk_delta_decay(mk_delta_result<LOW>(x, 0, lane, &tile) + tile.p, -mk_delta_exp(rate));
-            if (lane < 16) *at = decay;
+        float f[4], g[4];
+        mk_delta_product<LOW>(x, 1, 0, lane, &open, tile.scale, f);
+        if (has_z) {
+            mk_delta_product<LOW>(x, 1, 1, lane, &z_open, z.scale, g);
+            const float y = mk_delta_result(lane, g), gate = __fmul_rn(z.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y));
+            if (lane < 16) x->z[16 * warp + lane] = gate;
         }
+        const float decay = mk_delta_decay(mk_delta_result(lane, f) + tile.p, -mk_delta_exp(rate));
+        if (lane < 16) x->a[16 * warp + lane] = decay;
         mk_sync();
     }
     mk_trace_input(d);
