@@ -526,6 +526,21 @@ MK_DEV mk_expert_seg expert_seg(const mk_expert_seg *s)
     return u.s;
 }
 
+/* A segment in the loader's registers, unpacked; T = 0: a ROUTE. */
+typedef struct mk_stream {
+    uint64_t base, stride; /* base: an address; ROUTE: as in mk_expert_seg */
+    uint32_t slice_stride, scales, magic, T, inter, nkb, rows, t, per_most, per_less, most, blank;
+} mk_stream;
+MK_DEV mk_stream stream_of(const mk_gpu_args *a, mk_expert_seg s)
+{
+    mk_stream w = {s.T ? (uint64_t)a->expert + s.base : s.base, s.stride, s.slice_stride, s.scales, s.magic, s.T, s.inter, s.nkb, s.rows, s.t, s.per_most, s.per_less, s.most, s.blank};
+    asm volatile("" : "+l"(w.base), "+l"(w.stride)); /* now: later every instruction counts */
+    mk_keep(&w.slice_stride), mk_keep(&w.scales), mk_keep(&w.magic), mk_keep(&w.T), mk_keep(&w.inter), mk_keep(&w.nkb);
+    mk_keep(&w.rows), mk_keep(&w.t), mk_keep(&w.per_most), mk_keep(&w.per_less), mk_keep(&w.most), mk_keep(&w.blank);
+    return w;
+}
+
+/* What lies between ROUTE's word and the first copy is on the way of the token: the two segments behind a ROUTE are known before that is waited for. */
 MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, first = a->expert_first[worker], end = a->expert_first[worker + 1];
@@ -535,31 +550,33 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
     mk_phase_wait();
     const mk_routes *routes = mk_phase_routes(a);
     n_union = routes ? routes->n_union : 0;
-    mk_expert_seg next;
-    if (on) next = expert_seg(a->expert_seg + first);
+    mk_stream s = {}, next = {};
+    bool known = false; /* next: the segment behind this one */
+    if (on) s = stream_of(a, expert_seg(a->expert_seg + first));
     for (uint32_t i = first; on && !(MK_ONE_STEP && i == end); i = i + 1 < end || MK_ONE_STEP ? i + 1 : first) {
-        const mk_expert_seg s = next;
-        next = expert_seg(a->expert_seg + (i + 1 < end ? i + 1 : first));
+        const uint32_t after = i + 1 < end ? i + 1 : first;
         if (!s.T) { /* ROUTE */
             if (any) mk_mbar_arrive(mk_smem(&sh->route_empty)); /* the routes of the layer before are read: it is issued */
             any = 1;
+            routes = (const mk_routes *)(mk_local_memory(a) + s.base);
+            s = stream_of(a, expert_seg(a->expert_seg + after));
+            next = stream_of(a, expert_seg(a->expert_seg + (after + 1 < end ? after + 1 : first)));
+            known = true;
             while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !mk_flag_get(&sh->leave);
             parity ^= 1;
-            routes = (const mk_routes *)(mk_local_memory(a) + s.base);
             n_union = on ? routes->n_union : 0;
             continue;
         }
         const mk_divisor by_T = {s.magic, s.T};
-        uint32_t shift = 0; /* j * T modulo the workers */
-        for (uint32_t j = 0; j < n_union && on; j++) {
-            const uint8_t *base = a->expert + s.base + routes->expert[j] * s.stride;
-            for (uint32_t t = s.rows ? s.t : worker >= shift ? worker - shift : worker + a->workers - shift; t < s.T && on; t += s.rows ? s.T : a->workers) {
-                const uint32_t rows = s.rows ? s.rows : 2 * (mk_cut(t + 1, s.inter, by_T) - mk_cut(t, s.inter, by_T)), kb_bytes = rows * MK_KBLOCK_BYTES;
-                on = feed_segment(&f, base + (uint64_t)t * s.slice_stride, s.scales, s.nkb * kb_bytes, (rows == s.most ? s.per_most : s.per_less) * kb_bytes, false) &&
-                     !(s.blank && !feed_blank(&f));
-            }
-            for (shift += s.T; shift >= a->workers; shift -= a->workers) {}
+        const uint32_t step = s.rows ? s.T : a->workers; /* EXPERT_DOWN: the same slice of every expert; EXPERT_UP: slices of all experts are dealt round */
+        for (uint32_t k = s.rows ? s.t : worker; k < n_union * s.T && on; k += step) {
+            const uint32_t j = mk_quot(k, by_T), t = k - j * s.T;
+            const uint32_t rows = s.rows ? s.rows : 2 * (mk_cut(t + 1, s.inter, by_T) - mk_cut(t, s.inter, by_T)), kb_bytes = rows * MK_KBLOCK_BYTES;
+            const uint8_t *segment = (const uint8_t *)(s.base + routes->expert[j] * s.stride + (uint64_t)t * s.slice_stride);
+            on = feed_segment(&f, segment, s.scales, s.nkb * kb_bytes, (rows == s.most ? s.per_most : s.per_less) * kb_bytes, false) && !(s.blank && !feed_blank(&f));
         }
+        s = known ? next : stream_of(a, expert_seg(a->expert_seg + after));
+        known = false;
     }
     feed_drain(&f);
 }
