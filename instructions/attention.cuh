@@ -444,12 +444,12 @@ template <uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
             const mk_att_share w = mk_att_deal(x->nv);
             const uint32_t g = w.lane >> 2, l = w.lane & 3, bytes = x->bytes;
             const uint32_t *p = &s->p[g][l];
-            const uint8_t *next = mk_att_page(&sh->args, x->key_off, s->page[next_tokens ? number + 1 : 0]), *at[2] = {next, next};
+            const uint8_t *next = 0, *at[2] = {0, 0};
             bool has[2] = {false, false};
+            if (next_tokens) {
+                next = mk_att_page(&sh->args, x->key_off, s->page[number + 1]);
 #pragma unroll
-            for (uint32_t i = 0; i < 2; i++) {
-                at[i] = mk_att_block(next, x, &w, i, l, &has[i]);
-                has[i] = has[i] && next_tokens;
+                for (uint32_t i = 0; i < 2; i++) at[i] = mk_att_block(next, x, &w, i, l, &has[i]);
             }
             if (number)
 #pragma unroll
@@ -482,10 +482,11 @@ template <uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
                         mk_mma(acc[i][1][n], a2, a3, b2, b3, p0[n], p1[n]);
                     }
                 }
+                if (next_tokens)
 #pragma unroll
-                for (uint32_t i = 0; i < 2; i++)
+                    for (uint32_t i = 0; i < 2; i++)
 #pragma unroll
-                    for (uint32_t j = 2 * k; j < 2 * k + 2; j++) mk_att_16(&m->r[i][j], at[i], j * 8 + g, next_tokens, bytes, has[i]);
+                        for (uint32_t j = 2 * k; j < 2 * k + 2; j++) mk_att_16(&m->r[i][j], at[i], j * 8 + g, next_tokens, bytes, has[i]);
             }
             if (NH == 1 && next_tokens) mk_att_fetch_rest(sh, next, x, &w, next_tokens);
         }

@@ -156,67 +156,81 @@ MK_DEV void mk_mla_positional_one(const mk_dev *d, const mk_mla *m, const mk_fed
     }
 }
 
-/* Both parts of the queries: q~ is asked for, then q_pe is dealt with. mk_mla_latents in few instructions, for most of them are run once and come from L2: the host's map says what a packet carries, and packets are unpacked in a loop, a
- * word at a time, out of shared memory. */
+/* Both parts of the queries: q~ is asked for, then q_pe is dealt with. The host's map says what a packet carries; where its words go is noted in shared memory while they are
+ * on their way, by a loop, for code that runs once comes from L2, so that nothing but their stores is left when they are there. */
 MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f, mk_asked *asked, uint32_t h0, uint32_t heads, uint32_t two)
 {
-    constexpr uint32_t NP = 3; /* packets in flight: eight heads of 512 are 683 */
+    constexpr uint32_t NP = 4; /* packets in flight: eight heads of 512 are 683, and what slices that are not alike leave free */
     const mk_wait *wait = &d->in->wait[0];
     const mk_vec *v = &d->sh->vec[wait->vec];
-    const uint32_t latent = m->latent, first = h0 * latent, n = heads * latent, sp = v->slice_packets, all = wait->nslice * sp, epoch = f->place.epoch[0];
+    const uint16_t *start = d->sh->start + v->start_index + wait->slice0;
+    const uint32_t latent = m->latent, first = h0 * latent, n = heads * latent, sp = v->slice_packets, epoch = f->place.epoch[0];
     const uint32_t *map = d->a->map + f->plan.map;
-    const uint4 *base = f->place.in[0];
     const mk_divisor by_head = mk_div_by(latent);
     uint8_t *q = d->sh->staging;
     uint4 *mine = (uint4 *)(q + mk_att_query_bytes(latent + m->rope, latent / 32) + 8192) + d->tid; /* behind what the rest of an item's set-up uses */
     static_assert(8192 + NP * MK_COMPUTE * 16 <= MK_ATT_SCORES - MK_ATT_REST && 8192 >= 4 * (MK_WARPS * 128 + 640), "where the scores will be");
     uint32_t h = m->rope ? d->warp : heads;
+    uint32_t i0 = mk_find_slice(start, wait->nslice, first, d->lane) * sp;
+    const uint32_t end = (mk_find_slice(start, wait->nslice, first + n - 1, d->lane) + 1) * sp;
 #pragma unroll 1
-    for (uint32_t i0 = mk_find_slice(d->sh->start + v->start_index + wait->slice0, wait->nslice, first, d->lane) * sp + d->tid;; i0 += NP * MK_COMPUTE) {
+    for (; i0 < end; i0 += NP * MK_COMPUTE) {
+        const uint4 *base = f->place.in[0] + i0 + d->tid;
         uint4 x[NP];
-        uint32_t word[NP], more = 0;
+        uint32_t wanted = 0, odd = 0; /* packets; those with words of two heads, or half of them */
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
-            const uint32_t i = min(i0 + k * MK_COMPUTE, all - 1);
-            word[k] = __ldg(map + i);
-            x[k] = mk_packet_load(base + i);
+            const uint32_t i = i0 + d->tid + k * MK_COMPUTE;
+            uint32_t word = MK_MAP_NONE;
+            x[k] = make_uint4(0, 0, 0, epoch);
+            if (i < end) {
+                x[k] = mk_packet_load(base + k * MK_COMPUTE);
+                word = __ldg(map + i);
+            }
+            mine[k * MK_COMPUTE].w = word;
         }
 #pragma unroll 1
         for (; h < heads; h += MK_WARPS) {
             if (h >= MK_WARPS) mk_asked_for(asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (h0 + h) * m->qk_stride, m->rope);
             mk_mla_positional_one(d, m, f, asked, h0, h, two);
         }
-#pragma unroll
+#pragma unroll 1
         for (uint32_t k = 0; k < NP; k++) {
-            const uint32_t from = MK_MAP_FIRST(word[k]), has = i0 + k * MK_COMPUTE < all && from < first + n;
-            more |= has;
-            if (!has || from + MK_MAP_VALUES(word[k]) <= first) word[k] = MK_MAP_NONE;
+            uint4 *to = mine + k * MK_COMPUTE;
+            const uint32_t word = to->w, from = MK_MAP_FIRST(word), at = from - first, count = MK_MAP_VALUES(word), has = min(count, n - at); /* at: huge if some are a head's before */
+            const bool some = count && from < first + n && from + count > first;
+            const uint32_t g = mk_quot(at, by_head), c = at - g * latent;
+            const bool plain = some && from >= first && !((at | has) & 1) && c + has <= latent;
+            const uint32_t nowhere = mk_smem(&to->w);
+            uint32_t a[3];
+#pragma unroll
+            for (uint32_t j = 0; j < 3; j++) a[j] = plain && 2 * j < has ? mk_smem(mk_att_at(q, g, c + 2 * j)) : nowhere;
+            to->x = a[0], to->y = a[1], to->z = a[2];
+            wanted |= some ? 1u << k : 0;
+            odd |= some && !plain ? 1u << k : 0;
         }
-        if (!more) break;
-        uint32_t wanted = 0;
+        mk_packets_wait_every(base, MK_COMPUTE, wanted, epoch, 0, 0, i0 + d->tid, x);
+        uint4 to[NP];
 #pragma unroll
-        for (uint32_t k = 0; k < NP; k++) wanted |= MK_MAP_VALUES(word[k]) ? 1u << k : 0;
-        mk_packets_wait_every(base + i0, MK_COMPUTE, wanted, epoch, 0, 0, i0, x);
+        for (uint32_t k = 0; k < NP; k++) to[k] = mine[k * MK_COMPUTE];
 #pragma unroll
-        for (uint32_t k = 0; k < NP; k++) mine[k * MK_COMPUTE] = make_uint4(x[k].x, x[k].y, x[k].z, word[k]);
-#pragma unroll 1
         for (uint32_t k = 0; k < NP; k++) {
+            mk_sts32(to[k].x, x[k].x);
+            mk_sts32(to[k].y, x[k].y);
+            mk_sts32(to[k].z, x[k].z);
+        }
+        if (odd)
+#pragma unroll
+            for (uint32_t k = 0; k < NP; k++) mine[k * MK_COMPUTE] = make_uint4(x[k].x, x[k].y, x[k].z, to[k].w);
+#pragma unroll 1
+        for (uint32_t k = 0; odd >> k; k++) {
+            if (!(odd >> k & 1)) continue;
             const uint4 y = mine[k * MK_COMPUTE];
-            int at = (int)(MK_MAP_FIRST(y.w) - first);
-            const int end = min(at + (int)MK_MAP_VALUES(y.w), (int)n);
-            uint32_t now = y.x, then = y.y;
+            const int at = (int)(MK_MAP_FIRST(y.w) - first);
 #pragma unroll 1
-            for (; at < end; at += 2, now = then, then = y.z) {
-                const uint32_t a = (uint32_t)at, h = mk_quot(a, by_head);
-                if (at >= 0 && at + 1 < end && !(a & 1)) {
-                    *(uint32_t *)mk_att_at(q, h, a - h * latent) = now;
-                } else {
-#pragma unroll 1
-                    for (uint32_t e = 0; e < 2; e++) {
-                        const uint32_t b = a + e, g = mk_quot(b, by_head);
-                        if (b < n && (int)b < end) *(uint16_t *)mk_att_at(q, g, b - g * latent) = (uint16_t)(now >> (16 * e));
-                    }
-                }
+            for (uint32_t e = 0; e < MK_MAP_VALUES(y.w); e++) {
+                const uint32_t b = (uint32_t)at + e, g = mk_quot(b, by_head), pair = e < 2 ? y.x : e < 4 ? y.y : y.z;
+                if (b < n) *(uint16_t *)mk_att_at(q, g, b - g * latent) = (uint16_t)(pair >> (16 * (e & 1)));
             }
         }
     }
