@@ -199,8 +199,14 @@ template <uint32_t NB> MK_DEV void mk_gqa_put(float *to, const float (*acc)[2][4
         }
 }
 
-/* The warps' sums, ascending: into the partials, or, with `out`, divided by sum p, into shared memory and from there on. dst: of the first head. */
-template <uint32_t NB> MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc)[2][4], uint32_t dim, uint32_t heads, float *dst, float *out, uint32_t tid)
+/* Where an item's outputs go that are a row's. */
+typedef struct mk_gqa_out {
+    uint4 *to;                           /* the first head's */
+    uint32_t values, lanes, sp, epoch; /* of a slice: values, their binary logarithm if slices lie in lanes of a warp, else 0; packets */
+} mk_gqa_out;
+/* The warps' sums, ascending: into the partials, or, with `out`, divided by sum p, into shared memory and from there on; into packets at once where lanes have all of a slice.
+ * dst: of the first head. */
+template <uint32_t NB> MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc)[2][4], uint32_t dim, uint32_t heads, float *dst, float *out, const mk_gqa_out *o, uint32_t tid)
 {
     const mk_gqa_stats *s = mk_gqa_stats_at(sh);
     float *area = mk_gqa_scratch(sh, dim);
@@ -226,9 +232,18 @@ template <uint32_t NB> MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc
                 sum = __fmaf_rn(w[k], s->sum[h][k], sum);
                 y = __fmaf_rn(w[k], area[k * all + i], y);
             }
+            if (out) {
+                const float z = __fmul_rn(y, mk_reciprocal(sum)); /* as in COMBINE of one split */
+                if (o->lanes) { /* i mod 32 is the lane: slices lie in a warp */
+                    const uint32_t word = mk_pack_bf16(z, __shfl_down_sync(0xffffffffu, z, 1)), then = __shfl_down_sync(0xffffffffu, word, 2), last = __shfl_down_sync(0xffffffffu, word, 4);
+                    const uint32_t j = i & (o->values - 1), p = j * 43 >> 8; /* j / 6 */
+                    if (j == 6 * p) mk_packet_store(o->to + ((h * dim + c) >> o->lanes) * o->sp + p, word, j + 2 < o->values ? then : 0, j + 4 < o->values ? last : 0, o->epoch);
+                } else {
+                    out[h * dim + c] = z;
+                }
+            }
             __stcg(dst + h * mk_partial_floats(dim) + c, y);
             if (!c) __stcg((float2 *)(dst + h * mk_partial_floats(dim) + dim), make_float2(max, sum));
-            if (out) out[h * dim + c] = __fmul_rn(y, mk_reciprocal(sum)); /* as in COMBINE of one split */
         }
     }
 }
@@ -269,11 +284,9 @@ MK_DEV void mk_gqa_head(const mk_dev *d, const mk_gqa *g, uint32_t r, const floa
 }
 
 /* The outputs of an item's heads, which are a row's first one's, as COMBINE publishes them. */
-MK_DEV void mk_gqa_publish(const mk_dev *d, const mk_fed *f, uint32_t head0, uint32_t heads, const float *out)
+MK_DEV void mk_gqa_publish(const mk_dev *d, const mk_gqa_out *o, uint32_t slices, const float *out)
 {
-    const mk_whole *o = &f->plan.whole;
-    const uint32_t n = o->values, packets = (n + 5) / 6, slices = heads * o->slices, sp = d->sh->vec[o->vec].slice_packets;
-    uint4 *to = f->place.out + head0 * o->slices * sp;
+    const uint32_t n = o->values, packets = (n + 5) / 6, sp = o->sp;
 #pragma unroll 1
     for (uint32_t i = d->tid; i < slices * packets; i += MK_COMPUTE) {
         const uint32_t s = mk_small_quot(i, packets), p = i - s * packets, has = n - 6 * p;
@@ -281,7 +294,7 @@ MK_DEV void mk_gqa_publish(const mk_dev *d, const mk_fed *f, uint32_t head0, uin
         uint32_t word[3];
 #pragma unroll
         for (uint32_t k = 0; k < 3; k++) word[k] = mk_pack_bf16(2 * k < has ? y[2 * k] : 0.0f, 2 * k + 1 < has ? y[2 * k + 1] : 0.0f);
-        mk_packet_store(to + s * sp + p, word[0], word[1], word[2], f->place.out_epoch);
+        mk_packet_store(o->to + s * sp + p, word[0], word[1], word[2], o->epoch);
     }
 }
 
@@ -366,11 +379,20 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
                 mk_trace_bytes(d, x.n * dim * 4);
                 mk_gqa_attend<NB>(d->sh, &regs, &x, ids, last ? x.n - 1 : 0xffffffffu, heads, g->scale, d->warp, d->lane, acc);
                 float *out = ONE && f->place.ahead & MK_AHEAD_WHOLE ? mk_gqa_scratch(d->sh, dim) + MK_WARPS * MK_GQA_HEADS * min(dim, MK_GQA_CHUNK) : (float *)0;
-                mk_gqa_merge<NB>(d->sh, acc, dim, heads, (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * g->heads + head0) * floats, out, d->tid);
-                if (out) {
-                    mk_sync();
+                mk_gqa_out o = {0, 0, 0, 0, 0};
+                if (ONE && out) {
+                    const mk_whole *w = &f->plan.whole;
+                    o.values = w->values;
+                    o.lanes = (o.values == 16 || o.values == 32) && dim % 32 == 0 ? o.values == 16 ? 4 : 5 : 0;
+                    o.sp = d->sh->vec[w->vec].slice_packets;
+                    o.to = f->place.out + head0 * w->slices * o.sp;
+                    o.epoch = f->place.out_epoch;
                     mk_trace_publish(d);
-                    mk_gqa_publish(d, f, head0, heads, out);
+                }
+                mk_gqa_merge<NB>(d->sh, acc, dim, heads, (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * g->heads + head0) * floats, ONE ? out : 0, &o, d->tid);
+                if (ONE && out && !o.lanes) {
+                    mk_sync();
+                    mk_gqa_publish(d, &o, heads * f->plan.whole.slices, out);
                 }
             }
         }
