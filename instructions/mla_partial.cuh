@@ -177,27 +177,24 @@ MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f
     for (; i0 < end; i0 += NP * MK_COMPUTE) {
         const uint4 *base = f->place.in[0] + i0 + d->tid;
         uint4 x[NP];
-        uint32_t wanted = 0, odd = 0; /* packets; those with words of two heads, or half of them */
+        uint32_t word[NP], wanted = 0, odd = 0; /* packets; those with words of two heads, or half of them */
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
-            const uint32_t i = i0 + d->tid + k * MK_COMPUTE;
-            uint32_t word = MK_MAP_NONE;
-            x[k] = make_uint4(0, 0, 0, epoch);
-            if (i < end) {
-                x[k] = mk_packet_load(base + k * MK_COMPUTE);
-                word = __ldg(map + i);
-            }
-            mine[k * MK_COMPUTE].w = word;
+            const uint32_t i = min(i0 + d->tid + k * MK_COMPUTE, end - 1);
+            x[k] = mk_packet_load(f->place.in[0] + i);
+            word[k] = __ldg(map + i);
         }
 #pragma unroll 1
         for (; h < heads; h += MK_WARPS) {
             if (h >= MK_WARPS) mk_asked_for(asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (h0 + h) * m->qk_stride, m->rope);
             mk_mla_positional_one(d, m, f, asked, h0, h, two);
         }
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) mine[k * MK_COMPUTE].w = i0 + d->tid + k * MK_COMPUTE < end ? word[k] : MK_MAP_NONE;
 #pragma unroll 1
         for (uint32_t k = 0; k < NP; k++) {
             uint4 *to = mine + k * MK_COMPUTE;
-            const uint32_t word = to->w, from = MK_MAP_FIRST(word), at = from - first, count = MK_MAP_VALUES(word), has = min(count, n - at); /* at: huge if some are a head's before */
+            const uint32_t now = to->w, from = MK_MAP_FIRST(now), at = from - first, count = MK_MAP_VALUES(now), has = min(count, n - at); /* at: huge if some are a head's before */
             const bool some = count && from < first + n && from + count > first;
             const uint32_t g = mk_quot(at, by_head), c = at - g * latent;
             const bool plain = some && from >= first && !((at | has) & 1) && c + has <= latent;
