@@ -15,7 +15,7 @@ start() { # flags...
     P=$!
     for _ in $(seq 400); do grep -qs ready "$S/out" && break; kill -0 $P 2>/dev/null || break; sleep 0.05; done
 }
-for at in ${HANGS:-0:0:0 5:12:10 131:3:1 77:24:33 0:26:2 131:3:1200:stopped idle}; do
+for at in ${HANGS:-0:0:0 5:12:10 131:3:1 77:9:33 0:26:2 131:3:1200:stopped idle}; do
     S=$(mktemp -d)
     IFS=: read -r worker insn after stopped <<<"$at"
     start
