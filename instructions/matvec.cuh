@@ -52,12 +52,6 @@ MK_DEV uint32_t mk_top_of(uint32_t m)
 {
     return max(m >> 16, m & 0xffffu);
 }
-MK_DEV uint32_t mk_f16_pair(float x0, float x1)
-{
-    uint32_t v;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(x1), "f"(x0));
-    return v;
-}
 MK_DEV void mk_sts16(uint32_t at, uint32_t v)
 {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((uint16_t)v) : "memory");
@@ -133,12 +127,6 @@ MK_DEV uint4 mk_lds128(uint32_t at)
 {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
-MK_DEV uint2 mk_lds64(uint32_t at)
-{
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
     return v;
 }
 MK_DEV uint32_t mk_lds32(uint32_t at)

@@ -657,29 +657,12 @@ MK_DEV uint64_t mk_patience(uint64_t since, bool *late)
     *late = now - since >= a->timeout_ns;
     return *late ? 0 : since;
 }
-MK_CALL uint64_t mk_packet_late(const mk_wait *w, uint32_t row, uint32_t packet, uint32_t expected, uint32_t found, uint64_t since)
-{
-    bool late;
-    since = mk_patience(since, &late);
-    if (late) { /* the wait is a field of its instruction */
-        uint32_t slot = (uint32_t)((const uint8_t *)w - (const uint8_t *)mk_sh()->fed) / sizeof(mk_fed);
-        mk_fault_report(&mk_sh()->fed[slot].in, MK_FAULT_PACKET, w, row, packet, expected, found);
-    }
-    return since;
-}
 MK_CALL uint64_t mk_wait_late(const mk_insn *in, uint32_t kind, const mk_wait *w, uint32_t expected, uint32_t found, uint64_t since)
 {
     bool late;
     since = mk_patience(since, &late);
     if (late) mk_fault_report(in, kind, w, 0, 0, expected, found);
     return since;
-}
-
-/* A failed look at a packet of wait `w`; false: give up. */
-MK_DEV bool mk_packet_spin(mk_spin *s, const mk_wait *w, uint32_t row, uint32_t packet, uint32_t expected, uint32_t found)
-{
-    if (++s->n & 255u) return true;
-    return (s->since = mk_packet_late(w, row, packet, expected, found, s->since)) != 0;
 }
 
 /* Loops that are hot wait without a call, which would cost them their registers: they leave word and the controller looks at the clock. */
@@ -879,15 +862,6 @@ MK_DEV uint32_t mk_find_slice(const uint16_t *start, uint32_t n, uint32_t first,
         n = n - k * step < step ? n - k * step : step;
     }
     return lo;
-}
-
-/* One packet of a wait, from memory or, on abort, as it is. */
-MK_CALL uint4 mk_packet_wait(const uint4 *p, const mk_wait *w, uint32_t row, uint32_t packet, uint32_t epoch)
-{
-    mk_spin spin = {0, 0};
-    uint4 q = mk_packet_load(p);
-    while (q.w != epoch && mk_packet_spin(&spin, w, row, packet, epoch, q.w)) q = mk_packet_load(p);
-    return q;
 }
 
 /* Where slice `slice` of the instruction's signal goes, for one row. */

@@ -1,0 +1,273 @@
+/* What follows from instructions alone, worked out by the host once so that compute warps need not (mk_plan). Part of gpu.cu. */
+#ifndef MK_PLANS_CUH
+#define MK_PLANS_CUH
+
+/* Inputs that are staged alike have the same number, from 1 on. */
+typedef struct input_key {
+    uint32_t vec, pub;
+    mk_input x;
+} input_key;
+typedef struct input_keys {
+    input_key *key;
+    uint32_t n, room, last; /* last: the one found last; the workers' queues are much alike */
+} input_keys;
+static uint32_t input_number(input_keys *t, const mk_insn *in, const mk_input *x, mk_err *err)
+{
+    input_key k;
+    memset(&k, 0, sizeof k);
+    k.vec = in->wait[0].vec;
+    k.pub = in->wait[0].pub;
+    k.x = *x;
+    for (uint32_t i = 0; i < t->n; i++) {
+        const uint32_t at = (t->last + i) % t->n;
+        if (memcmp(&t->key[at], &k, sizeof k)) continue;
+        t->last = at;
+        return at + 1;
+    }
+    if (t->n == t->room) {
+        const uint32_t room = t->room ? 2 * t->room : 256;
+        input_key *more = (input_key *)realloc(t->key, room * sizeof *more);
+        if (!more) return mk_fail(err, MK_E_CAPACITY, "out of memory"), 0;
+        t->key = more;
+        t->room = room;
+    }
+    t->last = t->n;
+    t->key[t->n++] = k;
+    return t->n;
+}
+
+/* What takes a row of these, if anything does. */
+static uint32_t one_of(uint32_t f32, uint32_t form, uint32_t pro)
+{
+#define X(a, b, c) if (f32 == a && form == b && pro == c) return MK_ONE(a, b, c);
+    MK_ONES(X)
+#undef X
+    return 0;
+}
+/* How warps share the packets of one row, and what takes them; 0: slices are not alike, or a row does not fit. */
+static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
+{
+    const mk_wait *w = &in->wait[0];
+    const mk_vec *v = &g->prog->vec[w->vec];
+    const uint32_t *start = mk_vec_starts(g->prog, v), k = p->x.k, form = p->x.form;
+    mk_deal d;
+    if (k % 64 || (v->trailer && !p->x.norm_group) || !mk_vec_deal(v, start, w->slice0, w->nslice, p->x.in_off, k, p->x.norm_group, &d)) return 0;
+    const uint32_t groups = (k + d.values - 1) / d.values, turns = (groups + MK_WARPS - 1) / MK_WARPS * (d.packets > 32 ? 2 : 1);
+    const uint32_t pro = p->x.prologue == MK_PRO_RMS ? MK_ONE_RMS : p->x.norm_group ? MK_ONE_HEADS : turns == 1 ? MK_ONE_SHORT : turns <= MK_LOADS_OF(MK_ONE_PLAIN) ? MK_ONE_PLAIN : MK_ONE_LONG;
+    const uint32_t one = one_of(p->f32, form, pro), trailers = p->x.norm_group ? 128 * groups : 0;
+    if (!one || turns > MK_LOADS_OF(pro) || mk_staged_bytes(k, form) + trailers > MK_STAGING) return 0;
+    const mk_hands hands = {(uint8_t)d.packets, (uint8_t)d.values, (uint8_t)d.slice, (uint8_t)d.per};
+    p->hands = hands;
+    p->skip = (uint16_t)(d.per == 1 ? (p->x.in_off - start[w->slice0]) / d.slice : 0);
+    p->by_per = MK_HAND_BY(d.per);
+    return one;
+}
+
+/* The plan of an instruction whose input is staged. */
+static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, input_keys *keys, mk_plan *out, mk_err *err)
+{
+    const int lm = in->opcode == MK_OP_LM_HEAD, up = in->opcode == MK_OP_EXPERT_UP;
+    if (in->opcode != MK_OP_GEMV && !lm && !up) return MK_OK;
+    const mk_gemv *v = &in->gemv;
+    const mk_lm_head *l = &in->lm_head;
+    const mk_expert *e = &in->expert;
+    const mk_vec *vec = &g->prog->vec[in->wait[0].vec];
+    const uint32_t wtype = lm ? l->wtype : up ? e->wtype : v->wtype;
+    mk_plan p;
+    memset(&p, 0, sizeof p);
+    p.x.in_off = lm || up ? 0 : v->in_off;
+    p.x.k = lm ? l->k : up ? e->k : v->k;
+    p.x.prologue = lm || up ? MK_PRO_RMS : v->prologue;
+    p.x.param_off = p.x.prologue == MK_PRO_RMS ? lm ? l->param_off : up ? e->param_off : v->param_off : 0;
+    p.x.norm_group = p.x.prologue == MK_PRO_HEADNORM ? v->norm_group : 0;
+    p.x.form = mk_form(wtype, !lm && !up && (v->flags & MK_GEMV_X_F32));
+    p.x.eps = p.x.prologue == MK_PRO_NONE ? 0 : lm ? l->eps : up ? e->eps : v->eps;
+    p.inv_k = 1.0f / (float)(p.x.norm_group ? p.x.norm_group : p.x.k);
+    p.head_shift = MK_NO_NORM;
+    if (up) {
+        const mk_expert_seg x = expert_seg(g, in);
+        const mk_tile t = {wtype, x.most, x.nkb, x.per_most, (x.nkb + x.per_most - 1u) / x.per_most, 2, e->nseg, 0, 1};
+        p.tile = t;
+        p.less = MK_STAGES_WORD(x.per_less, (x.nkb + x.per_less - 1u) / x.per_less);
+        p.magic = x.magic;
+    } else {
+        mk_tile *t = &p.tile;
+        t->wtype = wtype;
+        t->halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1;
+        t->rows = rows_of(in);
+        t->nkb = s->nkb;
+        t->per = s->per;
+        t->nst = (s->nkb + s->per - 1u) / s->per;
+        t->nseg = lm ? l->nseg : v->nseg;
+        t->phase = lm ? l->phase : v->phase;
+        t->shift = s->shift;
+        for (uint32_t n = p.x.norm_group / mk_kblock_values(wtype); n; n /= 2) p.head_shift = p.head_shift == MK_NO_NORM ? 0 : p.head_shift + 1;
+    }
+    if (p.x.prologue == MK_PRO_HEADNORM && in->wait[0].nslice > MK_RED_FLOATS / MK_MAX_ROWS)
+        return mk_fail(err, MK_E_CAPACITY, "vector %s: norms of heads out of %u slices, at most %u", vec->name, in->wait[0].nslice, MK_RED_FLOATS / MK_MAX_ROWS);
+    p.f32 = vec->dtype == MK_F32;
+    p.packets = in->wait[0].nslice * vec->slice_packets;
+    p.map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * vec->slice_packets;
+    const uint32_t one = deal(g, in, &p);
+    p.dealt = one && (lm || up);
+    if (in->opcode == MK_OP_GEMV && one) {
+        const mk_vec *to = &g->prog->vec[in->signal_vec];
+        const int gated = v->epilogue == MK_EPI_GATED, adds = gated || v->epilogue == MK_EPI_ADD;
+        p.one = (uint8_t)one;
+        p.end = (v->epilogue == MK_EPI_SILU ? MK_END_SILU : 0u) | (adds ? MK_END_ADDS : 0u) | (gated ? MK_END_GATED : 0u) | (to->scope == MK_LOCAL ? MK_END_TO_LOCAL : 0u) |
+                (to->dtype == MK_F32 ? MK_END_F32 : 0u);
+        p.out_at = (uint32_t)to->offset;
+        if (adds && g->prog->vec[in->wait[1].vec].scope == MK_LOCAL) {
+            p.end |= MK_END_FROM_LOCAL;
+            p.res_at = (uint32_t)g->prog->vec[in->wait[1].vec].offset;
+        }
+        if (gated) {
+            const mk_wait *w = &in->wait[2];
+            const mk_vec *gate = &g->prog->vec[w->vec];
+            const uint32_t *start = mk_vec_starts(g->prog, gate);
+            uint32_t s = w->slice0;
+            while (s + 1u < (uint32_t)w->slice0 + w->nslice && start[s + 1] <= v->gate_off) s++;
+            p.gate_at = (s - w->slice0) * gate->slice_packets + (v->gate_off - start[s]) / 3;
+            p.end |= (v->gate_off - start[s]) % 3 << 8;
+        }
+    }
+    if (!(p.key = input_number(keys, in, &p.x, err))) return MK_E_CAPACITY;
+    *out = p;
+    return MK_OK;
+}
+
+/* Where a row has one split, GQA_PARTIAL can publish in COMBINE's place: if the COMBINEs of its partials are all there, cut every head alike and have no gate. */
+static int whole_plans(const mk_program *p, const mk_insn *insn, uint32_t n, mk_plan *plan, mk_err *err)
+{
+    typedef struct merger {
+        uint32_t n, insn, parts, told; /* COMBINEs, the first one; partials, those that could publish */
+        int not_alike;
+    } merger;
+    merger *all = (merger *)calloc((size_t)p->info.n_vec * MK_EPOCH_STRIDE, sizeof *all);
+    if (!all) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *in = &insn[k];
+        if (in->opcode != MK_OP_COMBINE || in->wait[0].pub >= MK_EPOCH_STRIDE) continue;
+        merger *m = &all[(size_t)in->wait[0].vec * MK_EPOCH_STRIDE + in->wait[0].pub];
+        if (!m->n++) m->insn = k;
+        const mk_insn *first = &insn[m->insn];
+        m->not_alike |= in->mla.gate || in->mla.n != first->mla.n || in->signal_vec != first->signal_vec || in->signal_pub != first->signal_pub ||
+                        in->mla.latent % in->mla.n || in->signal_slice != (in->mla.head0 * in->mla.latent + in->mla.first) / in->mla.n;
+    }
+    for (uint32_t pass = 0; pass < 2; pass++)
+        for (uint32_t k = 0; k < n; k++) {
+            const mk_insn *in = &insn[k];
+            if (in->opcode != MK_OP_GQA_PARTIAL || in->signal_pub >= MK_EPOCH_STRIDE) continue;
+            merger *m = &all[(size_t)in->signal_vec * MK_EPOCH_STRIDE + in->signal_pub];
+            if (!pass) {
+                const mk_mla *c = &insn[m->insn].mla;
+                m->parts++;
+                m->told += plan[k].one == MK_ONE_GQA && m->n && !m->not_alike && (uint64_t)m->n * c->n == (uint64_t)in->gqa.heads * in->gqa.dim &&
+                           p->vec[insn[m->insn].signal_vec].nslice == m->n && p->vec[insn[m->insn].signal_vec].dtype == MK_BF16 && c->grain == in->gqa.grain && c->most == in->gqa.most;
+            } else if (m->parts == in->gqa.parts && m->told == m->parts) {
+                const mk_insn *c = &insn[m->insn];
+                plan[k].whole = (mk_whole){c->signal_vec, c->signal_pub, (uint16_t)c->mla.n, (uint16_t)(c->mla.latent / c->mla.n)};
+            }
+        }
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *in = &insn[k];
+        if (in->opcode != MK_OP_COMBINE || in->wait[0].pub >= MK_EPOCH_STRIDE) continue;
+        const merger *m = &all[(size_t)in->wait[0].vec * MK_EPOCH_STRIDE + in->wait[0].pub];
+        if (m->parts && m->told == m->parts && m->parts == insn[k].mla.parts) plan[k].one = MK_ONE_NONE;
+    }
+    free(all);
+    return MK_OK;
+}
+
+/* Whether enough others come between partial k and the one before it in its queue, which begins with instruction `first`. With one less than a controller is ahead at most, that one is done when this one is
+ * looked at, and what the controller left for it is not needed any more. With as many, the first of them is done, too, and it waited, if not itself, for somebody who did, for
+ * all partials of its layer: a worker without an item may count at once, no counter will thereby say that a publication is complete which is not. */
+static int spaced(const mk_insn *insn, uint32_t first, uint32_t k)
+{
+    const int always = insn[k].opcode == MK_OP_GQA_PARTIAL && insn[k].gqa.part < insn[k].gqa.kv_heads; /* it has an item in any case */
+    for (uint32_t since = always ? 1 : 0; k > first && since < MK_INSN_RING; k--)
+        switch (insn[k - 1].opcode) {
+        case MK_OP_MLA_PARTIAL:
+        case MK_OP_GQA_PARTIAL: return 0;
+        case MK_OP_KV_APPEND:
+        case MK_OP_GQA_APPEND:
+        case MK_OP_COMBINE: break;
+        default: since++; break;
+        }
+    return 1;
+}
+/* In a step of one row GQA's partials make the newest keys and values themselves, and those who append them only count: where both are in one program, and fit. */
+static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t *queue, uint32_t queues, mk_plan *plan, mk_err *err)
+{
+    const mk_program *p = g->prog;
+    const uint32_t n = queue[queues];
+    typedef struct writer {
+        uint32_t n, insn, parts, told; /* who append, one of them; partials that could read what they append from the packets, that do */
+    } writer;
+    writer *all = (writer *)calloc((size_t)p->info.n_vec * MK_EPOCH_STRIDE, sizeof *all);
+    if (!all) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *in = &insn[k];
+        if (in->opcode != MK_OP_GQA_APPEND || in->signal_pub >= MK_EPOCH_STRIDE) continue;
+        writer *w = &all[(size_t)in->signal_vec * MK_EPOCH_STRIDE + in->signal_pub];
+        w->n++;
+        w->insn = k;
+    }
+    for (uint32_t pass = 0; pass < 2; pass++) /* count the partials, then tell them: all or none, for each item must be somebody's */
+        for (uint32_t k = 0, q = 0; k < n; k++) {
+            const mk_insn *in = &insn[k];
+            while (queue[q + 1] <= k) q++;
+            if (in->opcode == MK_OP_MLA_PARTIAL && spaced(insn, queue[q], k)) {
+                plan[k].one = MK_ONE_MLA;
+                plan[k].whole.vec = MK_NONE;
+                plan[k].map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * p->vec[in->wait[0].vec].slice_packets;
+                continue;
+            }
+            if (in->opcode != MK_OP_GQA_PARTIAL || in->wait[1].pub >= MK_EPOCH_STRIDE || !spaced(insn, queue[q], k)) continue;
+            writer *w = &all[(size_t)in->wait[1].vec * MK_EPOCH_STRIDE + in->wait[1].pub];
+            const mk_insn *app = &insn[w->insn];
+            if (w->n != p->vec[in->wait[1].vec].signals) continue;
+            if (in->wait[0].vec != app->wait[0].vec || in->wait[0].pub != app->wait[0].pub || in->wait[0].nslice != p->vec[in->wait[0].vec].nslice) continue;
+            if (!pass) {
+                w->parts++;
+                continue;
+            }
+            if (w->parts != in->gqa.parts) continue;
+            plan[k].newest = (mk_newest){app->gqa.k_off, app->gqa.v_off, app->gqa.param_off, app->gqa.eps};
+            plan[k].one = MK_ONE_GQA;
+            plan[k].whole.vec = MK_NONE;
+            w->told++;
+        }
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *in = &insn[k];
+        if (in->opcode != MK_OP_GQA_APPEND || in->signal_pub >= MK_EPOCH_STRIDE) continue;
+        const writer *w = &all[(size_t)in->signal_vec * MK_EPOCH_STRIDE + in->signal_pub];
+        if (w->n == p->vec[in->signal_vec].signals && w->parts && w->parts == w->told) plan[k].one = MK_ONE_COUNT;
+    }
+    free(all);
+    return whole_plans(p, insn, n, plan, err);
+}
+
+/* ROUTE with an EXPERT_UP behind it that reads what the logits were made of: then it is there before they are. maker: any GEMV by the vector and publication that it
+ * makes. */
+static int stages_ahead(const mk_insn *route, const mk_insn *up, const mk_insn *const *maker)
+{
+    const mk_wait *l = &route->wait[0];
+    const mk_insn *m = l->pub < MK_EPOCH_STRIDE ? maker[(size_t)l->vec * MK_EPOCH_STRIDE + l->pub] : NULL;
+    return up->opcode == MK_OP_EXPERT_UP && m && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]);
+}
+
+/* Key of the input of this worker's own router, if mk_stage_again can make EXPERT_UP's of it; 0: no. n: instructions before the ROUTE. */
+static uint32_t router_left(const mk_insn *route, const mk_plan *plan, uint32_t n)
+{
+    const mk_insn *up = route + 1;
+    for (uint32_t i = 1; i <= n && i <= 3; i++) {
+        const mk_insn *m = route - i;
+        if (m->opcode == MK_OP_GEMV && m->signal_vec == route->wait[0].vec && m->signal_pub == route->wait[0].pub)
+            return (plan - i)->one == MK_ONE(1, MK_X_F32, MK_ONE_RMS) && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]) && m->gemv.k == up->expert.k && !m->gemv.in_off &&
+                           m->gemv.param_off == up->expert.param_off && m->gemv.eps == up->expert.eps && mk_form(up->expert.wtype, 0) == MK_X_F16 ? (plan - i)->key : 0;
+    }
+    return 0;
+}
+
+#endif
