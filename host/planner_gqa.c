@@ -24,7 +24,7 @@ static void gqa_splits(uint32_t kv_heads, uint32_t dim, uint8_t *grain, uint8_t 
 }
 
 /* Workers that share the items: those with rows of h, if no row has more items, because others have little to do between one attention and the next, and a controller that is
- * that near cannot prepare it (gpu.cu, `spaced`). */
+ * that near cannot prepare it (plans.cuh, `spaced`). */
 static uint32_t gqa_parts(const mk_builder *b, const mk_roles *R, uint32_t kv_heads, uint32_t most)
 {
     uint32_t W = b->cfg->workers, n = W;

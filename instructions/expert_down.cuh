@@ -84,20 +84,7 @@ template <uint32_t FORM> MK_DEV float mk_pair_open(uint32_t lane, uint32_t row, 
     for (uint32_t i = 2 * k + 2 * lane; i < bytes; i += 64) mk_sts16(row + i, 0);
     if (FORM != MK_X_F16) return 1;
     __syncwarp();
-    uint32_t top = 0;
-#pragma unroll 1
-    for (uint32_t i = lane * 16; i < bytes; i += 512) {
-        const uint4 q = mk_lds128(row + i);
-        top = __vmaxu2(top, __vmaxu2(__vmaxu2(mk_magnitudes(q.x), mk_magnitudes(q.y)), __vmaxu2(mk_magnitudes(q.z), mk_magnitudes(q.w))));
-    }
-    const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
-#pragma unroll 1
-    for (uint32_t i = lane * 16; i < bytes; i += 512) {
-        const uint4 q = mk_lds128(row + i);
-        mk_sts64(row + i, mk_f16_pair_shifted(q.x, shift.less), mk_f16_pair_shifted(q.y, shift.less));
-        mk_sts64(row + i + 8, mk_f16_pair_shifted(q.z, shift.less), mk_f16_pair_shifted(q.w, shift.less));
-    }
-    return shift.inverse;
+    return mk_f16_in_place(row + lane * 16, row + bytes, 512);
 }
 
 /* Stages the pairs [p0, p1), whose experts begin with j0 and end before j1, and makes their table. */

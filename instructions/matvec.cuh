@@ -585,13 +585,9 @@ MK_DEV void mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint32_t 
     mk_sync();
 }
 
-/* The vector of an instruction before, with the same norm, which lies there in three planes: the first of them becomes f16, by the warps that gathered it. */
-MK_CALL void mk_stage_again(const mk_insn *in)
+/* By a warp: the bf16 values at [at, end), a lane's eight every `step` bytes, become f16 where they lie. Returns the inverse of the power of two that they were multiplied by. */
+MK_DEV float mk_f16_in_place(uint32_t at, uint32_t end, uint32_t step)
 {
-    const mk_dev here = mk_here(in), *d = &here;
-    const mk_plan *p = &mk_fed_of(in)->plan;
-    const uint32_t k = p->x.k, values = p->hands.values, staged = mk_smem(d->sh->staging), at = staged + 2 * d->warp * values + 16 * d->lane, step = 2 * MK_WARPS * values;
-    const uint32_t end = staged + 2 * (8 * d->lane < values ? k : 0);
     uint32_t top = 0;
 #pragma unroll 1
     for (uint32_t i = at; i < end; i += step) {
@@ -606,8 +602,18 @@ MK_CALL void mk_stage_again(const mk_insn *in)
         mk_sts64(i, mk_f16_pair_shifted(q.x, shift.less), mk_f16_pair_shifted(q.y, shift.less));
         mk_sts64(i + 8, mk_f16_pair_shifted(q.z, shift.less), mk_f16_pair_shifted(q.w, shift.less));
     }
+    return shift.inverse;
+}
+/* The vector of an instruction before, with the same norm, which lies there in three planes: the first of them becomes f16, by the warps that gathered it. */
+MK_CALL void mk_stage_again(const mk_insn *in)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_plan *p = &mk_fed_of(in)->plan;
+    const uint32_t k = p->x.k, values = p->hands.values, staged = mk_smem(d->sh->staging), at = staged + 2 * d->warp * values + 16 * d->lane, step = 2 * MK_WARPS * values;
+    const uint32_t end = staged + 2 * (8 * d->lane < values ? k : 0);
+    const float factor = mk_f16_in_place(at, end, step);
     const uint32_t group = d->warp + d->lane * MK_WARPS;
-    if (group * values < k) mk_factor_put(k, values, group, shift.inverse);
+    if (group * values < k) mk_factor_put(k, values, group, factor);
     __syncwarp();
     if (d->lane == 0) d->memo->staged = p->key;
     mk_sync();

@@ -259,7 +259,7 @@ MK_DEV void address(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32
 }
 static_assert(offsetof(mk_places, out_epoch) == offsetof(mk_places, epoch) + 12, "the signal's epoch follows the waits'");
 
-/* By what the queries turn. The attention before is done with its own: `spaced` in gpu.cu sees to that. MK_AHEAD_ALIKE: the newest key, too. A function, or its constants
+/* By what the queries turn. The attention before is done with its own: `spaced` in plans.cuh sees to that. MK_AHEAD_ALIKE: the newest key, too. A function, or its constants
  * would live across all that a controller does. */
 MK_CALL uint32_t angles_ahead(const mk_fed *f, uint32_t lane)
 {

@@ -44,6 +44,7 @@ static uint32_t one_of(uint32_t f32, uint32_t form, uint32_t pro)
 #undef X
     return 0;
 }
+static_assert(MK_DEAL_WARPS == MK_WARPS, "mk_vec_deal counts the warps that gather");
 /* How warps share the packets of one row, and what takes them; 0: slices are not alike, or a row does not fit. */
 static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
 {
