@@ -643,10 +643,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
 MK_DEV void mk_delta_step_run(const mk_insn *in)
 {
     const uint32_t low = in->delta.rank ? in->delta.low[0].wtype : 0;
-    if (mk_sh()->step.nrows == 1)
-        low == MK_W_FP8 ? mk_delta_one<MK_W_FP8>(in) : low ? mk_delta_one<MK_W_BF16>(in) : mk_delta_one<0>(in);
-    else
-        low == MK_W_FP8 ? mk_delta_step_of<MK_W_FP8>(in) : low ? mk_delta_step_of<MK_W_BF16>(in) : mk_delta_step_of<0>(in);
+    low == MK_W_FP8 ? mk_delta_step_of<MK_W_FP8>(in) : low ? mk_delta_step_of<MK_W_BF16>(in) : mk_delta_step_of<0>(in);
 }
 
 #endif

@@ -423,7 +423,7 @@ template <uint32_t LOADS> MK_DEV void mk_pair_map(uint32_t (&m)[LOADS], const ui
 template <uint32_t PART, uint32_t LOADS> MK_DEV void mk_pair_wait(const uint4 *from, uint32_t wanted, uint32_t epoch, uint32_t first, uint4 (&q)[LOADS])
 {
     constexpr uint32_t AT = mk_pair_part(PART, LOADS), N = mk_pair_part(PART + 1, LOADS) - AT;
-    mk_packets_wait_every(from + 32 * AT, 32, wanted >> AT & (1u << N) - 1, epoch, 0, 0, first + 32 * AT, *(uint4(*)[N])(q + AT));
+    mk_packets_wait_every<N, true>(from + 32 * AT, 32, wanted >> AT & (1u << N) - 1, epoch, 0, 0, first + 32 * AT, *(uint4(*)[N])(q + AT));
 }
 /* Stages the pair whose packets are `from` (the lane's first) at shared address `row`: its values in order, in the form that they are multiplied in, and zeros to the end
  * of the K block. What its products are multiplied by stands before them. first: the lane's first packet's number; m: what its packets are; q: a look at them. */
@@ -566,23 +566,10 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     __syncwarp();
     mk_publish_at(f->place.out, f32, n, d->warp, y, f->place.out_epoch, d->lane);
 }
-static_assert(MK_WARPS * MK_UNIT >= MK_SEGMENT_ROWS && MK_DOWN_ONE_ROWS == 32, "a warp a unit; mk_down_one_of");
-template <uint32_t FORM> MK_DEV void mk_down_one_of(const mk_insn *in)
-{
-    const uint32_t n = mk_fed_of(in)->plan.tile.rows;
-    if (n <= 16)
-        mk_down_one<FORM, 2>(in);
-    else if (n <= 24)
-        mk_down_one<FORM, 3>(in);
-    else
-        mk_down_one<FORM, 4>(in);
-}
+static_assert(MK_WARPS * MK_UNIT >= MK_SEGMENT_ROWS && MK_DOWN_ONE_ROWS == 32, "a warp a unit; one_row in plans.cuh");
 MK_DEV void mk_expert_down_run(const mk_insn *in)
 {
-    if (mk_sh()->step.nrows == 1 && mk_fed_of(in)->plan.dealt)
-        in->expert.wtype == MK_W_FP8 ? mk_down_one_of<MK_X_F16>(in) : mk_down_one_of<MK_X_BF16>(in);
-    else
-        in->expert.wtype == MK_W_FP8 ? mk_down_of<MK_X_F16>(in) : mk_down_of<MK_X_BF16>(in);
+    in->expert.wtype == MK_W_FP8 ? mk_down_of<MK_X_F16>(in) : mk_down_of<MK_X_BF16>(in);
 }
 
 #endif

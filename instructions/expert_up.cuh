@@ -153,10 +153,7 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
 }
 MK_DEV void mk_expert_up_run(const mk_insn *in)
 {
-    if (mk_sh()->step.nrows == 1)
-        in->expert.wtype == MK_W_FP8 ? mk_up_one<MK_X_F16>(in) : mk_up_one<MK_X_BF16>(in);
-    else
-        in->expert.wtype == MK_W_FP8 ? mk_up_of<MK_X_F16>(in) : mk_up_of<MK_X_BF16>(in);
+    in->expert.wtype == MK_W_FP8 ? mk_up_of<MK_X_F16>(in) : mk_up_of<MK_X_BF16>(in);
 }
 
 #endif

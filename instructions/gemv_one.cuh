@@ -18,9 +18,9 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     const bool staged_before = memo->staged == p->key && memo->step == step;
     mk_next slot = memo->next[MK_TAPE];
     const uint32_t at = slot.at, turn = memo->turn, parity = memo->parity ^ !staged_before;
+    const bool mine = group * MK_UNIT + d->lane < n && d->lane < MK_UNIT, residual = group * MK_UNIT < n && (end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS;
     uint4 look = make_uint4(0, 0, 0, 0), gate = make_uint4(0, 0, 0, 0);
-    const uint4 *const residual = f->place.in[1] + i / 3;
-    if ((end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS && group * MK_UNIT < n) look = mk_packet_load(residual);
+    if (residual) look = mk_packet_load(f->place.in[1] + i / 3);
     if (end & MK_END_GATED && group * MK_UNIT < n) gate = mk_packet_load(f->place.in[2] + p->gate_at);
 
     const mk_tile t = p->tile;
@@ -30,6 +30,9 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     uint32_t part = mk_part_at(red, rows, at), sums = red + 4 * i;
     mk_way_keep(&way);
     mk_keep(&part), mk_keep(&sums);
+    uint8_t *to = end & MK_END_TO_LOCAL ? mk_local_memory(d->a) + p->out_at + 4 * i : (uint8_t *)mk_publish_where(f->place.out, end & MK_END_F32, group, d->lane);
+    if (!mine || (!(end & MK_END_TO_LOCAL) && !mk_publishes(end & MK_END_F32, d->lane))) to = NULL; /* who stores nothing */
+    asm volatile("" : "+l"(to));
     if (!staged_before) {
         __syncwarp();
         if (d->lane == 0) {
@@ -45,6 +48,11 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
         mk_sync();
     }
     mk_trace_input(d);
+    float res = -0.0f, open = 1; /* what is added, times what: y as it is */
+    if (residual) {
+        look = mk_packet_get(f->place.in[1] + i / 3, look, f->place.epoch[1], 1, 0, i / 3);
+        res = __uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z);
+    }
 
     const mk_accs acc = mk_product_by<FORM, true>(MK_TAPE, &slot, &t, &way, &lap, 0, t.nst, mk_smem(sh->staging), mk_row_stride(p->x.k), 1, p->head_shift, mk_no_sum());
     mk_part_put(part, rows, &acc);
@@ -54,31 +62,24 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     if (group * MK_UNIT < n) {
         float y = mk_part_get(sums, rows) * norm;
         if (end & MK_END_SILU) y = mk_silu(y) * (mk_part_get(sums + 4 * n, rows) * norm);
-        if (end & MK_END_ADDS) {
-            float res, open = 1;
-            if (end & MK_END_GATED) {
-                gate = mk_packet_get(f->place.in[2] + p->gate_at, gate, f->place.epoch[2], 2, 0, p->gate_at);
-                open = mk_sigmoid(__uint_as_float((end >> 8 & 3) == 0 ? gate.x : (end >> 8 & 3) == 1 ? gate.y : gate.z));
-            }
-            if (end & MK_END_FROM_LOCAL) {
-                res = ((const float *)(mk_local_memory(d->a) + p->res_at))[i];
-            } else {
-                look = mk_packet_get(residual, look, f->place.epoch[1], 1, 0, i / 3);
-                res = __uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z);
-            }
-            y = __fadd_rn(res, __fmul_rn(open, y));
+        if (end & MK_END_FROM_LOCAL) res = ((const float *)(mk_local_memory(d->a) + p->res_at))[i];
+        if (end & MK_END_GATED) {
+            gate = mk_packet_get(f->place.in[2] + p->gate_at, gate, f->place.epoch[2], 2, 0, p->gate_at);
+            open = mk_sigmoid(__uint_as_float((end >> 8 & 3) == 0 ? gate.x : (end >> 8 & 3) == 1 ? gate.y : gate.z));
         }
+        y = mine ? __fadd_rn(res, __fmul_rn(open, y)) : 0;
         __syncwarp();
         if (!(end & MK_END_TO_LOCAL))
-            mk_publish_at(f->place.out, end & MK_END_F32, n, group, y, f->place.out_epoch, d->lane);
-        else if (group * MK_UNIT + d->lane < n && d->lane < MK_UNIT)
-            ((float *)(mk_local_memory(d->a) + p->out_at))[i] = y;
+            mk_publish_to((uint4 *)to, end & MK_END_F32, y, f->place.out_epoch);
+        else if (to)
+            *(float *)to = y;
     }
     __syncwarp();
     if (d->lane == 0) {
         memo->next[MK_TAPE] = slot;
         memo->turn = turn ^ 1;
     }
+    __syncwarp(); /* or lane 0 would come back alone */
 }
 
 /* By mk_plan.one. */

@@ -400,7 +400,7 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
     }
 }
 
-template <bool ONE> MK_DEV void mk_gqa_run(const mk_insn *in)
+template <bool ONE> MK_CALL void mk_gqa_run(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     mk_staged_drop(d);

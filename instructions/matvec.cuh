@@ -248,7 +248,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
         uint32_t to4[PART];
 #pragma unroll
         for (uint32_t j = 0; j < PART; j++) to4[j] = at[part + j];
-        mk_packets_wait(from, to4, wanted >> part & ((1u << PART) - 1), f->place.epoch[0], 0, 0, packet0, *(uint4(*)[PART])(q + part));
+        mk_packets_wait<PART, true>(from, to4, wanted >> part & ((1u << PART) - 1), f->place.epoch[0], 0, 0, packet0, *(uint4(*)[PART])(q + part));
 #pragma unroll
         for (uint32_t j = part; j < part + PART; j++) { /* what was not asked for is zero */
             const uint32_t to = to0 + 2 * value[j];
@@ -718,18 +718,13 @@ MK_DEV void mk_part_put(uint32_t at, uint32_t n, const mk_accs *acc)
 /* In the order of mk_red_get. at: of row i. */
 MK_DEV float mk_part_get(uint32_t at, uint32_t n)
 {
+    const bool wide = n > 16 * MK_TILES;
+    const uint32_t step = wide ? 512 : 256;
     float x[MK_WARPS], sum = 0;
-    if (n > 16 * MK_TILES) {
 #pragma unroll
-        for (uint32_t p = 0; p < MK_WARPS / 2; p++) x[p] = __uint_as_float(mk_lds32(at + 512 * p));
+    for (uint32_t p = 0; p < MK_WARPS; p++) x[p] = p < MK_WARPS / 2 ? __uint_as_float(mk_lds32(at + step * p)) : wide ? 0 : __uint_as_float(mk_lds32(at + 256 * p));
 #pragma unroll
-        for (uint32_t p = 0; p < MK_WARPS / 2; p++) sum = __fadd_rn(sum, x[p]);
-    } else {
-#pragma unroll
-        for (uint32_t p = 0; p < MK_WARPS; p++) x[p] = __uint_as_float(mk_lds32(at + 256 * p));
-#pragma unroll
-        for (uint32_t p = 0; p < MK_WARPS; p++) sum = __fadd_rn(sum, x[p]);
-    }
+    for (uint32_t p = 0; p < MK_WARPS; p++) sum = __fadd_rn(sum, x[p]); /* never -0: 0 more changes nothing */
     return sum;
 }
 /* The same in the order of mk_parts_sum. WAYS: MK_WARPS, or half as many where there are two sides. */

@@ -261,7 +261,7 @@ template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
         mk_attend<NH>(d->sh, &regs);
     }
 }
-MK_DEV void mk_mla_one_run(const mk_insn *in)
+MK_CALL void mk_mla_one_run(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     mk_staged_drop(d);

@@ -227,13 +227,6 @@ MK_DEV void mk_route_row(const mk_dev *d, const mk_route *t, uint32_t r, const f
 
 /* ---- one row, a thread an expert or two ----------------------------------------------------------------------------- */
 
-/* The usual case: then all warps choose together (mk_route_one_run), and nothing is called. */
-MK_DEV bool mk_route_is_one(const mk_insn *in)
-{
-    const mk_route *t = &in->route;
-    return mk_sh()->step.nrows == 1 && t->experts <= 2 * MK_COMPUTE && t->groups <= 1 && (t->score == MK_SCORE_SIGMOID || mk_route_plain(t));
-}
-
 /* Half warps that have experts say their greatest keys; the topk-th of these is one that at least topk keys reach, and few others. Those are written down by ascending id,
  * and one warp counts who comes before whom. */
 #define MK_ROUTE_HALVES (2 * MK_WARPS)

@@ -182,7 +182,11 @@ enum { MK_ONE_PLAIN = 0, MK_ONE_RMS = 1, MK_ONE_HEADS = 2, MK_ONE_LONG = 3, MK_O
     X(false, MK_X_BF16, MK_ONE_PLAIN) X(false, MK_X_BF16, MK_ONE_RMS) X(false, MK_X_BF16, MK_ONE_HEADS) X(false, MK_X_BF16, MK_ONE_LONG) X(false, MK_X_BF16, MK_ONE_SHORT)
 enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND whose row the partials write */
        MK_ONE_GQA = 0x71, MK_ONE_MLA = 0x72,
-       MK_ONE_NONE = 0x73 /* nothing at all: COMBINE of a row whose partials publish what it would */ };
+       MK_ONE_NONE = 0x73, /* nothing at all: COMBINE of a row whose partials publish what it would */
+       MK_ONE_UP = 0x74,    /* of BF16, of FP8 */
+       MK_ONE_DOWN = 0x76,  /* of BF16 with up to 16, 24 and MK_DOWN_ONE_ROWS rows, of FP8 */
+       MK_ONE_DELTA = 0x7c, /* without f and z, with them of BF16, of FP8 */
+       MK_ONE_ROUTE = 0x7f /* a thread an expert, two */ };
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
 #define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
 #define MK_NO_NORM 15u
@@ -284,8 +288,9 @@ typedef struct mk_memo {
     uint32_t chunk;         /* of a vector that does not fit the staging area */
     uint32_t parity;        /* of a gathered vector's sums of squares */
     uint32_t route_parity;  /* of the expert loader's barriers */
-    uint32_t n;             /* instructions so far */
+    uint32_t n;             /* the instruction under way; MK_NO_INSN: none yet */
 } mk_memo;
+#define MK_NO_INSN 0xffffffffu
 
 /* What thread 0 has noted of the instruction under way, when its step is traced. */
 typedef struct mk_trace_now {
@@ -716,8 +721,9 @@ MK_DEV uint4 mk_packet_get(const uint4 *p, uint4 q, uint32_t epoch, uint32_t k, 
     return q;
 }
 
-/* Packets base + at[j] of wait k, those of bit j of `wanted`, of which q are earlier looks. first: number of the packet at base, for those who ask what is waited for. */
-template <uint32_t N>
+/* Packets base + at[j] of wait k, those of bit j of `wanted`, of which q are earlier looks. first: number of the packet at base, for those who ask what is waited for.
+ * TOGETHER: by all lanes of a warp, which leave together: those that part meet again by way of code that is far away. */
+template <uint32_t N, bool TOGETHER = false>
 MK_DEV void mk_packets_wait(const uint4 *base, const uint32_t (&at)[N], uint32_t wanted, uint32_t epoch, uint32_t k, uint32_t row, uint32_t first, uint4 (&q)[N])
 {
     uint32_t looks = 0;
@@ -725,7 +731,7 @@ MK_DEV void mk_packets_wait(const uint4 *base, const uint32_t (&at)[N], uint32_t
         uint32_t late = 0;
 #pragma unroll
         for (uint32_t j = 0; j < N; j++) late |= q[j].w != epoch ? wanted & 1u << j : 0;
-        if (!late) break;
+        if (TOGETHER ? !__any_sync(0xffffffffu, late) : !late) break;
 #pragma unroll
         for (uint32_t j = 0; j < N; j++) mk_packet_again(&q[j], base + at[j], late & 1u << j);
         if (++looks & 255u) continue;
@@ -733,19 +739,20 @@ MK_DEV void mk_packets_wait(const uint4 *base, const uint32_t (&at)[N], uint32_t
 #pragma unroll
         for (uint32_t j = 0; j < N; j++)
             if (late & 1u << j) packet = first + at[j], found = q[j].w;
-        if (!mk_still_waiting(looks, k, row, packet, found)) break;
+        const bool leave = late && !mk_still_waiting(looks, k, row, packet, found);
+        if (TOGETHER ? __any_sync(0xffffffffu, leave) : leave) break;
     }
     mk_waited(looks);
 }
 
 /* The same of packets `stride` apart. */
-template <uint32_t N>
+template <uint32_t N, bool TOGETHER = false>
 MK_DEV void mk_packets_wait_every(const uint4 *base, uint32_t stride, uint32_t wanted, uint32_t epoch, uint32_t k, uint32_t row, uint32_t first, uint4 (&q)[N])
 {
     uint32_t at[N];
 #pragma unroll
     for (uint32_t j = 0; j < N; j++) at[j] = j * stride;
-    mk_packets_wait(base, at, wanted, epoch, k, row, first, q);
+    mk_packets_wait<N, TOGETHER>(base, at, wanted, epoch, k, row, first, q);
 }
 
 /* Waits for a BULK vector; all compute threads call it, and may then read the vector with loads that bypass L1. */
@@ -877,19 +884,29 @@ MK_DEV uint32_t mk_signal_epoch(const mk_dev *d)
 /* A unit is 30 consecutive values of one row's slice, lane l < 30 holding value 30 * group + l: ten packets of f32 or five of bf16.
  * One warp publishes it; value is 0 beyond the slice's n values. */
 #define MK_UNIT 30u
+/* Whether a lane stores a packet, where the packets of a slice begin at `slice`: that of its own and the following two or five values. */
+MK_DEV bool mk_publishes(bool f32, uint32_t lane)
+{
+    const uint32_t third = lane * 43 >> 7;
+    return lane < MK_UNIT && (f32 ? 3 * third : 6 * (third >> 1)) == lane;
+}
+MK_DEV uint4 *mk_publish_where(uint4 *slice, bool f32, uint32_t group, uint32_t lane)
+{
+    const uint32_t third = lane * 43 >> 7;
+    return slice + (f32 ? 10 * group + third : 5 * group + (third >> 1));
+}
+/* By a warp. to: where the lane's packet goes, if it stores one; value: 0 where there is none. */
+MK_DEV void mk_publish_to(uint4 *to, bool f32, float value, uint32_t epoch)
+{
+    uint32_t x = f32 ? __float_as_uint(value) : mk_bf16_bits(value);
+    if (!f32) x |= __shfl_down_sync(0xffffffffu, x, 1) << 16;
+    const uint32_t y = __shfl_down_sync(0xffffffffu, x, f32 ? 1 : 2), z = __shfl_down_sync(0xffffffffu, x, f32 ? 2 : 4);
+    if (to) mk_packet_store(to, x, y, z, epoch);
+}
 MK_DEV void mk_publish_at(uint4 *slice, bool f32, uint32_t n, uint32_t group, float value, uint32_t epoch, uint32_t lane)
 {
-    uint32_t i = group * MK_UNIT + lane;
-    if (f32) {
-        uint32_t x = i < n && lane < MK_UNIT ? __float_as_uint(value) : 0;
-        uint32_t y = __shfl_down_sync(0xffffffffu, x, 1), z = __shfl_down_sync(0xffffffffu, x, 2);
-        if (lane < MK_UNIT && lane % 3 == 0 && i < n) mk_packet_store(slice + group * 10 + lane / 3, x, y, z, epoch);
-    } else {
-        uint32_t x = i < n && lane < MK_UNIT ? mk_bf16_bits(value) : 0;
-        x |= __shfl_down_sync(0xffffffffu, x, 1) << 16;
-        uint32_t y = __shfl_down_sync(0xffffffffu, x, 2), z = __shfl_down_sync(0xffffffffu, x, 4);
-        if (lane < MK_UNIT && lane % 6 == 0 && i < n) mk_packet_store(slice + group * 5 + lane / 6, x, y, z, epoch);
-    }
+    const bool mine = group * MK_UNIT + lane < n && lane < MK_UNIT;
+    mk_publish_to(mine && mk_publishes(f32, lane) ? mk_publish_where(slice, f32, group, lane) : NULL, f32, mine ? value : 0, epoch);
 }
 MK_DEV void mk_publish_unit(const mk_vec *v, uint4 *slice, uint32_t n, uint32_t group, float value, uint32_t epoch, uint32_t lane)
 {

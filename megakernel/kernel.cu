@@ -29,56 +29,23 @@
 
 /* ---- compute -------------------------------------------------------------------------------------------------------- */
 
-/* Products of static segments (matvec.cuh). */
-MK_DEV void matrix_run(const mk_insn *in)
-{
-    const bool gemv = in->opcode == MK_OP_GEMV;
-    uint32_t jobs = gemv || mk_sh()->step.any_logits ? mk_static_next(in, 0) : 0;
-    do {
-        if (jobs) mk_products(in);
-        jobs = gemv ? mk_gemv_end(in) : mk_lm_head_end(in);
-    } while (jobs);
-}
-
-/* A function an opcode: each has all the registers to itself. What spills goes to local memory, for which shared memory has left no cache. */
-#define X(run)                                                                                                         \
-    MK_CALL void call_##run(const mk_insn *in)                                                                         \
-    {                                                                                                                  \
-        const mk_dev d = mk_here(in);                                                                                  \
-        run(&d);                                                                                                       \
-    }
-X(mk_embed_run)
-X(mk_route_one_run)
-X(mk_route_pair_run)
-X(mk_route_run)
-X(mk_sample_greedy_run)
-X(mk_sample_run)
-X(mk_schedule_run)
-#undef X
-
-/* The end of an instruction, if there was one, and the next. A function of its own, so that the loop below keeps nothing: what it kept would be spilled around every opcode. */
-MK_CALL const mk_insn *instruction(bool done)
+/* The instruction under way, found again: what lives across a call is spilled to local memory, for which shared memory has left no cache. */
+MK_DEV const mk_insn *under_way(void)
 {
     mk_shared *sh = mk_sh();
-    mk_memo *memo = &sh->memo[threadIdx.x / 32];
-    uint32_t n = memo->n;
-    if (done) {
-        const uint32_t slot = n % MK_INSN_RING;
-        const mk_dev d = mk_here(&sh->fed[slot].in);
-        mk_trace_end(&d);
-        __syncwarp();
-        n++;
-        if (d.tid == 0) mk_flag_set(&sh->current, 2 * n);
-        if (d.lane == 0) memo->n = n;
-        if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[slot]));
-        __syncwarp();
-    }
-    const uint32_t slot = n % MK_INSN_RING;
-    while (!mk_mbar_try(mk_smem(&sh->insn_full[slot]), n / MK_INSN_RING & 1)) {}
-    mk_dev d = mk_here(&sh->fed[slot].in);
-    if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
-    mk_trace_begin(&d);
-    return d.in;
+    uint32_t tid;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid)); /* each time: it would be kept */
+    return &sh->fed[sh->memo[tid / 32].n % MK_INSN_RING].in;
+}
+
+/* Products of static segments (matvec.cuh). */
+MK_CALL void matrix_run(bool gemv)
+{
+    uint32_t jobs = gemv || mk_sh()->step.any_logits ? mk_static_next(under_way(), 0) : 0;
+    do {
+        if (jobs) mk_products(under_way());
+        jobs = gemv ? mk_gemv_end(under_way()) : mk_lm_head_end(under_way());
+    } while (jobs);
 }
 
 /* While ROUTE's logits are on their way: stages what the EXPERT_UP behind it reads, which is there already. left: key of the router's own input, which then lies in
@@ -89,7 +56,7 @@ MK_CALL void stage_ahead(uint32_t left)
     const uint32_t n = sh->memo[threadIdx.x / 32].n;
     const mk_fed *f = &sh->fed[(n + 1) % MK_INSN_RING];
     while (!mk_mbar_try(mk_smem(&sh->insn_full[(n + 1) % MK_INSN_RING]), (n + 1) / MK_INSN_RING & 1)) {}
-    if (f->place.run != MK_OP_EXPERT_UP) return; /* to be left at once */
+    if (f->in.opcode != MK_OP_EXPERT_UP || f->place.run == MK_OP_LEAVE) return; /* to be left at once */
     if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * n + 3); /* should it be waited for, for ever, say so */
     const mk_memo *memo = &sh->memo[threadIdx.x / 32];
     if (left && sh->step.nrows == 1 && memo->staged == left && memo->step == sh->step.seq)
@@ -99,11 +66,74 @@ MK_CALL void stage_ahead(uint32_t left)
     if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * n + 1);
 }
 
+/* A function an opcode: each has all the registers to itself. What spills goes to local memory, for which shared memory has left no cache. */
+#define X(run, ...)                                                                                                    \
+    MK_CALL void call_##run(const mk_insn *in)                                                                         \
+    {                                                                                                                  \
+        __VA_ARGS__                                                                                                    \
+        const mk_dev d = mk_here(in);                                                                                  \
+        run(&d);                                                                                                       \
+    }
+#define AHEAD if (mk_fed_of(in)->plan.ahead) stage_ahead(mk_fed_of(in)->plan.ahead >> 1), in = under_way();
+X(mk_embed_run)
+X(mk_route_one_run, AHEAD)
+X(mk_route_pair_run, AHEAD)
+X(mk_route_run, AHEAD)
+X(mk_sample_greedy_run)
+X(mk_sample_run)
+X(mk_schedule_run)
+#undef X
+#undef AHEAD
+
+/* The end of the instruction under way, if there is one, and the next. A function of its own, so that the loop below keeps nothing. */
+MK_CALL const mk_insn *instruction(void)
+{
+    mk_shared *sh = mk_sh();
+    mk_memo *memo = &sh->memo[threadIdx.x / 32];
+    uint32_t n = memo->n;
+    if (n != MK_NO_INSN) {
+        const mk_dev d = mk_here(&sh->fed[n % MK_INSN_RING].in);
+        mk_trace_end(&d);
+        __syncwarp();
+        if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 2);
+        if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[n % MK_INSN_RING]));
+    }
+    n++;
+    while (!mk_mbar_try(mk_smem(&sh->insn_full[n % MK_INSN_RING]), n / MK_INSN_RING & 1)) {}
+    mk_dev d = mk_here(&sh->fed[n % MK_INSN_RING].in);
+    __syncwarp();
+    if (d.lane == 0) memo->n = n;
+    if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
+    mk_trace_begin(&d);
+    __syncwarp();
+    return d.in;
+}
+
 /* This worker's queue ends with SCHEDULE. */
 MK_DEV bool schedules(const mk_gpu_args *a)
 {
     const uint32_t first = a->queue[blockIdx.x], end = a->queue[blockIdx.x + 1];
     return end > first && a->insn[end - 1].opcode == MK_OP_SCHEDULE;
+}
+
+/* What is not of a row's layer. */
+MK_CALL void other(const mk_insn *in, uint32_t what)
+{
+    switch (what) {
+    case MK_OP_EMBED: call_mk_embed_run(in); break;
+    case MK_OP_GEMV: matrix_run(true); break;
+    case MK_OP_EXPERT_UP: mk_expert_up_run(in); break;
+    case MK_OP_EXPERT_DOWN: mk_expert_down_run(in); break;
+    case MK_OP_DELTA_STEP: mk_delta_step_run(in); break;
+    case MK_OP_KV_APPEND: mk_kv_append_run(in); break;
+    case MK_OP_MLA_PARTIAL: mk_mla_partial_run(in); break;
+    case MK_OP_GQA_APPEND: mk_gqa_append_run(in); break;
+    case MK_OP_GQA_PARTIAL: mk_gqa_run<false>(in); break;
+    case MK_OP_ROUTE: call_mk_route_run(in); break;
+    case MK_OP_SAMPLE: mk_sample_is_greedy() ? call_mk_sample_greedy_run(in) : call_mk_sample_run(in); break;
+    case MK_OP_SCHEDULE: call_mk_schedule_run(in); break;
+    default: break;
+    }
 }
 
 MK_DEV void compute(const mk_gpu_args *a)
@@ -117,38 +147,33 @@ MK_DEV void compute(const mk_gpu_args *a)
     mk_phase_wait();
     mk_phase_carry(a, false);
 #pragma unroll 1
-    for (bool done = false;; done = true) {
-        const mk_insn *in = instruction(done);
+    for (;;) {
+        const mk_insn *in = instruction();
         const uint32_t what = mk_fed_of(in)->place.run;
         if (MK_IS_ONE(what)) { /* most are */
             mk_gemv_one_run(in, what);
             continue;
         }
         switch (what) {
-        case MK_OP_EMBED: call_mk_embed_run(in); break;
-        case MK_OP_GEMV:
-        case MK_OP_LM_HEAD: matrix_run(in); break;
-        case MK_OP_EXPERT_UP: mk_expert_up_run(in); break;
-        case MK_OP_EXPERT_DOWN: mk_expert_down_run(in); break;
-        case MK_OP_DELTA_STEP: mk_delta_step_run(in); break;
-        case MK_OP_KV_APPEND: mk_kv_append_run(in); break;
-        case MK_OP_MLA_PARTIAL: mk_mla_partial_run(in); break;
-        case MK_OP_COMBINE: mk_combine_run(in); break;
-        case MK_OP_GQA_APPEND: mk_gqa_append_run(in); break;
-        case MK_OP_GQA_PARTIAL: mk_gqa_run<false>(in); break;
-        case MK_OP_ROUTE:
-            if (mk_fed_of(in)->plan.ahead) stage_ahead(mk_fed_of(in)->plan.ahead >> 1);
-            if (!mk_route_is_one(in))
-                call_mk_route_run(in);
-            else
-                in->route.experts <= MK_COMPUTE ? call_mk_route_one_run(in) : call_mk_route_pair_run(in);
-            break;
-        case MK_OP_SAMPLE: mk_sample_is_greedy() ? call_mk_sample_greedy_run(in) : call_mk_sample_run(in); break;
-        case MK_OP_SCHEDULE: call_mk_schedule_run(in); break;
+        case MK_ONE_UP: mk_up_one<MK_X_BF16>(in); break;
+        case MK_ONE_UP + 1: mk_up_one<MK_X_F16>(in); break;
+        case MK_ONE_DOWN: mk_down_one<MK_X_BF16, 2>(in); break;
+        case MK_ONE_DOWN + 1: mk_down_one<MK_X_BF16, 3>(in); break;
+        case MK_ONE_DOWN + 2: mk_down_one<MK_X_BF16, 4>(in); break;
+        case MK_ONE_DOWN + 3: mk_down_one<MK_X_F16, 2>(in); break;
+        case MK_ONE_DOWN + 4: mk_down_one<MK_X_F16, 3>(in); break;
+        case MK_ONE_DOWN + 5: mk_down_one<MK_X_F16, 4>(in); break;
+        case MK_ONE_DELTA: mk_delta_one<0>(in); break;
+        case MK_ONE_DELTA + 1: mk_delta_one<MK_W_BF16>(in); break;
+        case MK_ONE_DELTA + 2: mk_delta_one<MK_W_FP8>(in); break;
+        case MK_ONE_ROUTE: call_mk_route_one_run(in); break;
+        case MK_ONE_ROUTE + 1: call_mk_route_pair_run(in); break;
         case MK_ONE_GQA: mk_gqa_run<true>(in); break;
         case MK_ONE_MLA: mk_mla_one_run(in); break;
+        case MK_OP_COMBINE: mk_combine_run(in); break;
+        case MK_OP_LM_HEAD: matrix_run(false); break;
         case MK_OP_LEAVE: mk_phase_carry(a, true); return;
-        default: break;
+        default: other(in, what);
         }
     }
 }
@@ -624,6 +649,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         memset(sh->waiting, 0, sizeof sh->waiting);
         sh->trace.first = a.queue[blockIdx.x];
         memset(sh->memo, 0, sizeof sh->memo);
+        for (uint32_t i = 0; i < MK_WARPS; i++) sh->memo[i].n = MK_NO_INSN;
         sh->args = a;
         mk_schedule_begin(&a, sh);
     }

@@ -249,6 +249,22 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t 
     return whole_plans(p, insn, n, plan, err);
 }
 
+/* What takes one row, where functions differ by it: mk_plan.one. */
+static uint8_t one_row(const mk_insn *in, const mk_plan *p)
+{
+    const int fp8 = in->opcode != MK_OP_ROUTE && in->opcode != MK_OP_DELTA_STEP && in->expert.wtype == MK_W_FP8;
+    const mk_route *t = &in->route;
+    switch (in->opcode) {
+    case MK_OP_EXPERT_UP: return (uint8_t)(MK_ONE_UP + fp8);
+    case MK_OP_EXPERT_DOWN: return !p->dealt ? 0 : (uint8_t)(MK_ONE_DOWN + 3 * fp8 + (p->tile.rows <= 16 ? 0 : p->tile.rows <= 24 ? 1 : 2));
+    case MK_OP_DELTA_STEP: return (uint8_t)(MK_ONE_DELTA + (!in->delta.rank ? 0 : in->delta.low[0].wtype == MK_W_FP8 ? 2 : 1));
+    case MK_OP_ROUTE: /* all warps choose together then, and softmax's order is that of the logits */
+        if (t->experts > 2 * MK_COMPUTE || t->groups > 1 || (t->score != MK_SCORE_SIGMOID && (!t->renorm || t->has_bias))) return 0;
+        return (uint8_t)(MK_ONE_ROUTE + (t->experts > MK_COMPUTE));
+    default: return p->one;
+    }
+}
+
 /* ROUTE with an EXPERT_UP behind it that reads what the logits were made of: then it is there before they are. maker: any GEMV by the vector and publication that it
  * makes. */
 static int stages_ahead(const mk_insn *route, const mk_insn *up, const mk_insn *const *maker)
