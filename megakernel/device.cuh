@@ -574,16 +574,27 @@ typedef struct mk_dev {
     uint32_t worker, tid, warp, lane;
     uint32_t trace; /* thread 0 of a traced step: mk_step.trace; else 0 */
 } mk_dev;
-#include "megakernel/trace.cuh"
 
+MK_DEV mk_dev mk_here_by(const mk_insn *in, uint32_t tid)
+{
+    mk_shared *sh = mk_sh();
+    mk_dev d = {&sh->args, sh, in, &sh->step, &sh->memo[tid / 32], blockIdx.x, tid, tid / 32, tid % 32, tid ? 0 : sh->trace.on};
+    return d;
+}
 /* For opcodes that are functions of their own: registers are then allocated for each alone. */
 MK_DEV mk_dev mk_here(const mk_insn *in)
 {
-    mk_shared *sh = mk_sh();
-    mk_dev d = {&sh->args, sh, in, &sh->step, &sh->memo[threadIdx.x / 32], blockIdx.x, threadIdx.x, threadIdx.x / 32, threadIdx.x % 32,
-                threadIdx.x ? 0 : sh->trace.on};
-    return d;
+    return mk_here_by(in, threadIdx.x);
 }
+/* The thread, read now: in the compute warps' loop it would else be kept, in local memory. */
+MK_DEV uint32_t mk_tid_now(void)
+{
+    uint32_t tid;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    return tid;
+}
+
+#include "megakernel/trace.cuh"
 
 MK_DEV uint8_t *mk_local_memory(const mk_gpu_args *)
 {

@@ -33,9 +33,7 @@
 MK_DEV const mk_insn *under_way(void)
 {
     mk_shared *sh = mk_sh();
-    uint32_t tid;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid)); /* each time: it would be kept */
-    return &sh->fed[sh->memo[tid / 32].n % MK_INSN_RING].in;
+    return &sh->fed[sh->memo[mk_tid_now() / 32].n % MK_INSN_RING].in;
 }
 
 /* Products of static segments (matvec.cuh). */
@@ -85,25 +83,26 @@ X(mk_schedule_run)
 #undef X
 #undef AHEAD
 
-/* The end of the instruction under way, if there is one, and the next. A function of its own, so that the loop below keeps nothing. */
-MK_CALL const mk_insn *instruction(void)
+/* The end of the instruction under way, if there is one, and the next. Nothing of it is kept over the instruction: it would be spilled. */
+MK_DEV const mk_insn *instruction(void)
 {
     mk_shared *sh = mk_sh();
-    mk_memo *memo = &sh->memo[threadIdx.x / 32];
+    const uint32_t tid = mk_tid_now();
+    mk_memo *memo = &sh->memo[tid / 32];
     uint32_t n = memo->n;
     if (n != MK_NO_INSN) {
-        const mk_dev d = mk_here(&sh->fed[n % MK_INSN_RING].in);
+        const mk_dev d = mk_here_by(&sh->fed[n % MK_INSN_RING].in, tid);
         mk_trace_end(&d);
         __syncwarp();
-        if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 2);
+        if (tid == 0) mk_flag_set(&sh->current, 2 * n + 2);
         if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[n % MK_INSN_RING]));
     }
     n++;
     while (!mk_mbar_try(mk_smem(&sh->insn_full[n % MK_INSN_RING]), n / MK_INSN_RING & 1)) {}
-    mk_dev d = mk_here(&sh->fed[n % MK_INSN_RING].in);
+    mk_dev d = mk_here_by(&sh->fed[n % MK_INSN_RING].in, tid);
     __syncwarp();
     if (d.lane == 0) memo->n = n;
-    if (d.tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
+    if (tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
     mk_trace_begin(&d);
     __syncwarp();
     return d.in;

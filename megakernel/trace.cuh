@@ -33,17 +33,22 @@ MK_DEV void mk_trace_bytes(const mk_dev *d, uint32_t n)
 {
     if (d->trace) d->sh->trace.bytes += n;
 }
-/* Writes the record. SCHEDULE does it before it may idle, and again at its end. */
-MK_DEV void mk_trace_end(const mk_dev *d)
+/* Writes the record, by thread 0. A function of its own: the code around its call is run when nothing is traced. */
+MK_CALL void mk_trace_write(const mk_insn *in, uint32_t trace)
 {
-    if (!d->trace) return;
+    const mk_dev here = mk_here(in), *d = &here;
     const mk_trace_now *t = &d->sh->trace;
     const uint4 x = *(const uint4 *)&t->input; /* input, weights, publish, bytes */
-    const uint32_t low = t->start, high = t->high + (low < t->base), end = mk_now_low() - low, tag = d->trace >> 16, k = (d->trace & 0xffffu) - 1;
+    const uint32_t low = t->start, high = t->high + (low < t->base), end = mk_now_low() - low, tag = trace >> 16, k = (trace & 0xffffu) - 1;
     const uint32_t tape = d->in->opcode == MK_OP_LM_HEAD && !d->step->any_logits ? 0 : d->in->tape_bytes;
     uint4 *r = d->a->trace + 2 * ((size_t)k * d->a->n_insn + t->first + d->in->seq);
     mk_packet_store(r, low, (high & 0xffffu) | tag << 16, x.x ? x.x - low : 0, x.y);
     mk_packet_store(r + 1, x.z ? x.z - low : 0, end, x.w + tape, tag << 16 | k << 8 | d->step->nrows);
+}
+/* SCHEDULE does it before it may idle, and again at its end. */
+MK_DEV void mk_trace_end(const mk_dev *d)
+{
+    if (d->trace) mk_trace_write(d->in, d->trace);
 }
 
 #endif
