@@ -82,10 +82,10 @@ MK_DEV void mk_row_top(const mk_dev *d, uint32_t r, uint32_t top)
     top = __reduce_max_sync(0xffffffffu, top);
     if (d->lane == 0) d->sh->top[r][d->warp] = top;
 }
-MK_DEV void mk_row_squares(const mk_dev *d, uint32_t parity, float sum)
+MK_DEV void mk_row_squares(const mk_dev *d, uint32_t parity, uint32_t r, float sum)
 {
     sum = mk_warp_sum(sum);
-    if (d->lane == 0) d->sh->sumsq[parity][0][d->warp] = sum;
+    if (d->lane == 0) d->sh->sumsq[parity][r][d->warp] = sum;
 }
 static_assert(MK_WARPS == 8, "mk_row_shift, mk_row_factor");
 /* How value k of row r becomes f16, after the barrier that follows mk_row_top: a group's values by what its warp has found, or all alike. */
@@ -330,7 +330,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
         if (!FP8) sh->head_rstd[0][group] = r;
     }
     if (FP8 && group * g.values < k) mk_factor_put(k, g.values, group, factor);
-    if (RMS) mk_row_squares(d, parity, sum);
+    if (RMS) mk_row_squares(d, parity, 0, sum);
 }
 
 /* Whether anybody publishes that packet. */

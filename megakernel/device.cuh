@@ -186,7 +186,9 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
        MK_ONE_UP = 0x74,    /* of BF16, of FP8 */
        MK_ONE_DOWN = 0x76,  /* of BF16 with up to 16, 24 and MK_DOWN_ONE_ROWS rows, of FP8 */
        MK_ONE_DELTA = 0x7c, /* without f and z, with them of BF16, of FP8 */
-       MK_ONE_ROUTE = 0x7f /* a thread an expert, two */ };
+       MK_ONE_ROUTE = 0x7f, /* a thread an expert, two */
+       MK_ONE_ROUTER = 0x81 /* a GEMV of few rows: router.cuh. Of several rows of the batch as well: mk_plan.one says so */ };
+#define MK_ROUTER_ROWS 8u /* of weights, at most */
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
 #define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
 #define MK_NO_NORM 15u
@@ -626,6 +628,17 @@ MK_DEV void mk_next_move(mk_next *s, const mk_lap *lap)
     asm volatile(""); /* a branch: it is not often */
     s->bar -= lap->bars;
     s->stage -= lap->bytes;
+    s->phase ^= 1;
+}
+/* To the ring's next stage, or the one before it, whose group it may be. */
+MK_DEV void mk_next_beside(mk_next *s, const mk_lap *lap, bool before)
+{
+    const uint32_t stride = lap->step / MK_GROUPS, begin = lap->end - lap->bars;
+    s->bar = before ? s->bar - 8 : s->bar + 8;
+    s->stage = before ? s->stage - stride : s->stage + stride;
+    if (s->bar - begin < lap->bars) return;
+    s->bar = before ? s->bar + lap->bars : s->bar - lap->bars;
+    s->stage = before ? s->stage + lap->bytes : s->stage - lap->bytes;
     s->phase ^= 1;
 }
 /* The staging area is about to be overwritten. */

@@ -386,7 +386,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
         efirst[w + 1] = n_expert;
     }
     if (!rc) rc = attention_plans(g, insn, queue, W, plan, err);
-    for (uint32_t k = 0; k < n_insn; k++) plan[k].one = one_row(&insn[k], &plan[k]);
+    for (uint32_t k = 0; k < n_insn; k++) plan[k].one = one_row(&insn[k], &plan[k], a->ring[MK_TAPE].stages);
     int ok = !rc && (a->insn = (mk_insn *)uploaded(g, "program", insn, (uint64_t)n_insn * sizeof *insn, err)) &&
              (a->plan = (mk_plan *)uploaded(g, "plans", plan, (uint64_t)n_insn * sizeof *plan, err)) &&
              (a->queue = (uint32_t *)uploaded(g, "queues", queue, 4ull * (W + 1), err)) &&

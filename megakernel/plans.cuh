@@ -249,12 +249,14 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t 
     return whole_plans(p, insn, n, plan, err);
 }
 
-/* What takes one row, where functions differ by it: mk_plan.one. */
-static uint8_t one_row(const mk_insn *in, const mk_plan *p)
+/* What takes one row, where functions differ by it: mk_plan.one. stages: of the static ring. */
+static uint8_t one_row(const mk_insn *in, const mk_plan *p, uint32_t stages)
 {
     const int fp8 = in->opcode != MK_OP_ROUTE && in->opcode != MK_OP_DELTA_STEP && in->expert.wtype == MK_W_FP8;
     const mk_route *t = &in->route;
     switch (in->opcode) {
+    case MK_OP_GEMV:
+        return p->one == MK_ONE(1, MK_X_F32, MK_ONE_RMS) && in->gemv.n <= MK_ROUTER_ROWS && p->tile.nst <= stages / 2 && p->end == MK_END_F32 && mk_row_stride(p->x.k) + 4 * p->x.k <= MK_STAGING ? MK_ONE_ROUTER : p->one;
     case MK_OP_EXPERT_UP: return (uint8_t)(MK_ONE_UP + fp8);
     case MK_OP_EXPERT_DOWN: return !p->dealt ? 0 : (uint8_t)(MK_ONE_DOWN + 3 * fp8 + (p->tile.rows <= 16 ? 0 : p->tile.rows <= 24 ? 1 : 2));
     case MK_OP_DELTA_STEP: return (uint8_t)(MK_ONE_DELTA + (!in->delta.rank ? 0 : in->delta.low[0].wtype == MK_W_FP8 ? 2 : 1));
