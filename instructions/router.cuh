@@ -81,8 +81,9 @@ MK_CALL void mk_router(const mk_insn *in, uint32_t row)
         const bool has = wanted & 1u << j;
 #pragma unroll
         for (uint32_t i = 0; i < 3; i++) {
+            if (!has || i >= h.count) continue; /* a slice's last packet may have words that carry nothing */
             squares = __fmaf_rn(y[i], y[i], squares);
-            if (has && i < h.count) mk_sts32(to0 + 4 * (value[j] + i), __float_as_uint(__fmul_rn(y[i], gain[j][i])));
+            mk_sts32(to0 + 4 * (value[j] + i), __float_as_uint(__fmul_rn(y[i], gain[j][i])));
         }
     }
     __syncwarp();
