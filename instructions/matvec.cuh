@@ -2,7 +2,7 @@
  *
  * A vector is staged in the form that its matrix' weights are multiplied in, up to eight rows of it:
  *   BF16 weights   bf16
- *   the router     three planes of bf16, whose sum is the f32 value exactly
+ *   the router     three planes of bf16, whose sum is the f32 value exactly; of few rows as it is (router.cuh)
  *   FP8 weights    f16, because e4m3 becomes f16 in one instruction a pair. What a warp gathers of a row is multiplied by the power of two that brings its largest value
  *                  below 2^15; a bf16 value has eight significant bits and f16 eleven, so that this is the bf16 value exactly down to 2^-29 of that largest one.
  * RMS norm commutes with the product: the staged values carry gamma, the sum of squares is taken while gathering, and the results are multiplied by 1/rms.
