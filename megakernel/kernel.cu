@@ -98,7 +98,7 @@ MK_DEV const mk_insn *instruction(void)
         if (tid == 0) mk_flag_set(&sh->current, 2 * n + 2);
         if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[n % MK_INSN_RING]));
     }
-    n++;
+    n = (n + 1) & 0x7fffffffu; /* never MK_NO_INSN again; a whole number of laps */
     while (!mk_mbar_try(mk_smem(&sh->insn_full[n % MK_INSN_RING]), n / MK_INSN_RING & 1)) {}
     mk_dev d = mk_here_by(&sh->fed[n % MK_INSN_RING].in, tid);
     __syncwarp();
