@@ -186,6 +186,24 @@ MK_DEV uint32_t mk_turn_at(const uint32_t (&step)[2], uint32_t j)
 {
     return (j & 1 ? step[0] : 0) + (j >> 1) * step[1];
 }
+/* First looks at a lane's packets of a row, the first of which is at `from` and has value `first`; any: it has some. at, value: packets and values from that on. Returns which of
+ * them carry values below k (bit j); the others are zero. */
+template <uint32_t LOADS>
+MK_DEV uint32_t mk_ask(uint4 (&q)[LOADS], uint32_t (&at)[LOADS], uint32_t (&value)[LOADS], const uint4 *from, const mk_turns &turns, bool any, uint32_t first, uint32_t k)
+{
+    uint32_t wanted = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < LOADS; j++) {
+        at[j] = mk_turn_at(turns.packets, j);
+        value[j] = mk_turn_at(turns.values, j);
+        q[j] = make_uint4(0, 0, 0, 0);
+        if (any && first + value[j] < k) {
+            wanted |= 1u << j;
+            q[j] = mk_packet_load(from + at[j]);
+        }
+    }
+    return wanted;
+}
 /* A lane writes what K blocks of the warp's `group` are multiplied by. */
 MK_DEV void mk_factor_put(uint32_t k, uint32_t values, uint32_t group, float factor)
 {
@@ -212,17 +230,8 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
     const float *const gamma = sh->args.param + p->x.param_off + value0;
     uint4 q[LOADS];
     float gain[RMS ? LOADS : 1][F32 ? 3 : 6];
-    uint32_t at[LOADS], value[LOADS], wanted = 0, mine[WORDS]; /* mine: which of a packet's values are the lane's */
-#pragma unroll
-    for (uint32_t j = 0; j < LOADS; j++) {
-        at[j] = mk_turn_at(turns.packets, j);
-        value[j] = mk_turn_at(turns.values, j);
-        q[j] = make_uint4(0, 0, 0, 0);
-        if (h.any && first0 + value[j] < k) {
-            wanted |= 1u << j;
-            q[j] = mk_packet_load(from + at[j]);
-        }
-    }
+    uint32_t at[LOADS], value[LOADS], mine[WORDS]; /* mine: which of a packet's values are the lane's */
+    const uint32_t wanted = mk_ask(q, at, value, from, turns, h.any, first0, k);
     if (RMS)
 #pragma unroll
         for (uint32_t j = 0; j < LOADS; j++)

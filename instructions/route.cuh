@@ -25,12 +25,6 @@ typedef struct mk_route_scratch {
 } mk_route_scratch;
 static_assert(sizeof(mk_route_scratch) + MK_MAX_EXPERT * 8 <= MK_RED_FLOATS * 4, "a row fits");
 
-/* Softmax keeps the order, and its sum goes when the weights are normalised: then logits choose, and a weight is exp(logit - greatest) before it is normalised. */
-MK_DEV bool mk_route_plain(const mk_route *t)
-{
-    return t->renorm && !t->has_bias && t->groups <= 1;
-}
-
 /* Softmax's keys and scores[0..n), out of the logits, by one warp; expert i belongs to lane i mod 32. */
 MK_DEV void mk_route_softmax(const mk_route *t, const float *bias, uint32_t *key, float *score)
 {

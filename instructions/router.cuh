@@ -34,17 +34,8 @@ MK_CALL void mk_router(const mk_insn *in, uint32_t row)
     const float *const gamma = sh->args.param + p->x.param_off + value0;
     uint4 q[LOADS];
     float gain[LOADS][3];
-    uint32_t at[LOADS], value[LOADS], wanted = 0;
-#pragma unroll
-    for (uint32_t j = 0; j < LOADS; j++) {
-        at[j] = mk_turn_at(turns.packets, j);
-        value[j] = mk_turn_at(turns.values, j);
-        q[j] = make_uint4(0, 0, 0, 0);
-        if (h.any && value0 + value[j] < k) {
-            wanted |= 1u << j;
-            q[j] = mk_packet_load(from + at[j]);
-        }
-    }
+    uint32_t at[LOADS], value[LOADS];
+    const uint32_t wanted = mk_ask(q, at, value, from, turns, h.any, value0, k);
 #pragma unroll
     for (uint32_t j = 0; j < LOADS; j++)
 #pragma unroll

@@ -383,6 +383,11 @@ MK_BOTH uint32_t mk_form(uint32_t wtype, int f32)
 {
     return wtype == MK_W_FP8 ? MK_X_F16 : f32 ? MK_X_F32 : MK_X_BF16;
 }
+/* Softmax keeps the order, and its sum goes when the weights are normalised: then logits choose, and a weight is exp(logit - greatest) before it is normalised. */
+MK_BOTH bool mk_route_plain(const mk_route *t)
+{
+    return t->renorm && !t->has_bias && t->groups <= 1;
+}
 /* Bytes from row to row (planes follow each other like rows): values come in K blocks, and rows fall into different banks. */
 MK_BOTH uint32_t mk_row_stride(uint32_t k)
 {

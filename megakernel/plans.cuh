@@ -260,8 +260,8 @@ static uint8_t one_row(const mk_insn *in, const mk_plan *p, uint32_t stages)
     case MK_OP_EXPERT_UP: return (uint8_t)(MK_ONE_UP + fp8);
     case MK_OP_EXPERT_DOWN: return !p->dealt ? 0 : (uint8_t)(MK_ONE_DOWN + 3 * fp8 + (p->tile.rows <= 16 ? 0 : p->tile.rows <= 24 ? 1 : 2));
     case MK_OP_DELTA_STEP: return (uint8_t)(MK_ONE_DELTA + (!in->delta.rank ? 0 : in->delta.low[0].wtype == MK_W_FP8 ? 2 : 1));
-    case MK_OP_ROUTE: /* all warps choose together then, and softmax's order is that of the logits */
-        if (t->experts > 2 * MK_COMPUTE || t->groups > 1 || (t->score != MK_SCORE_SIGMOID && (!t->renorm || t->has_bias))) return 0;
+    case MK_OP_ROUTE: /* all warps choose together then */
+        if (t->experts > 2 * MK_COMPUTE || t->groups > 1 || (t->score != MK_SCORE_SIGMOID && !mk_route_plain(t))) return 0;
         return (uint8_t)(MK_ONE_ROUTE + (t->experts > MK_COMPUTE));
     default: return p->one;
     }
