@@ -14,14 +14,17 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *p = &f->plan;
     mk_memo *memo = d->memo;
-    const uint32_t n = in->gemv.n, end = p->end, group = d->warp, i = min(group * MK_UNIT + d->lane, n - 1), step = sh->step.seq; /* who has no value does as the last one */
-    const bool staged_before = memo->staged == p->key && memo->step == step;
+    const uint32_t n = in->gemv.n, group = d->warp, i = min(group * MK_UNIT + d->lane, n - 1), step = sh->step.seq; /* who has no value does as the last one */
+    /* what is asked of a warp as a whole */
+    const uint32_t control = mk_uniform(p->end | p->one << 16 | (memo->staged == p->key && memo->step == step) << 24 | (group * MK_UNIT < n) << 25);
+    const uint32_t end = control & 0xffffu;
+    const bool staged_before = control >> 24 & 1, unit = control >> 25;
     mk_next slot = memo->next[MK_TAPE];
     const uint32_t at = slot.at, turn = memo->turn, parity = memo->parity ^ !staged_before;
-    const bool mine = group * MK_UNIT + d->lane < n && d->lane < MK_UNIT, residual = group * MK_UNIT < n && (end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS;
+    const bool mine = group * MK_UNIT + d->lane < n && d->lane < MK_UNIT, residual = unit && (end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS;
     uint4 look = make_uint4(0, 0, 0, 0), gate = make_uint4(0, 0, 0, 0);
     if (residual) look = mk_packet_load(f->place.in[1] + i / 3);
-    if (end & MK_END_GATED && group * MK_UNIT < n) gate = mk_packet_load(f->place.in[2] + p->gate_at);
+    if (end & MK_END_GATED && unit) gate = mk_packet_load(f->place.in[2] + p->gate_at);
 
     const mk_tile t = p->tile;
     const mk_lap lap = sh->lap[MK_TAPE];
@@ -40,7 +43,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
             memo->step = step;
             memo->parity = parity;
         }
-        switch (p->one) {
+        switch (control >> 16 & 0xff) {
 #define X(f32, form, pro) case MK_ONE(f32, form, pro): if (FORM == form) mk_take<f32, FORM, pro>(d, in, parity); break;
             MK_ONES(X)
 #undef X
@@ -59,7 +62,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     const float norm = mk_row_factor(d, p, 0) * in->gemv.scale;
     mk_sync();
     mk_trace_publish(d);
-    if (group * MK_UNIT < n) {
+    if (unit) {
         float y = mk_part_get(sums, rows) * norm;
         if (end & MK_END_SILU) y = mk_silu(y) * (mk_part_get(sums + 4 * n, rows) * norm);
         if (end & MK_END_FROM_LOCAL) res = ((const float *)(mk_local_memory(d->a) + p->res_at))[i];

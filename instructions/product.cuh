@@ -202,67 +202,118 @@ MK_DEV void mk_way_keep(mk_way *w)
     for (uint32_t i = 0; i < 2 * MK_TILES; i++) mk_keep(&w->c[i]);
 }
 
+/* K blocks that a warp multiplies at once, of one row: a tile's products wait for each other, and with few tiles there is nothing else to do. */
+MK_DEV constexpr uint32_t mk_blocks_at_once(uint32_t form, uint32_t tiles, bool one)
+{
+    return !one || tiles > 2 || form == MK_X_F32 ? 1 : tiles == 1 && form == MK_X_BF16 ? 4 : 2;
+}
 /* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what
- * stands at shared address x. cols: staged rows, `stride` bytes apart; planes follow at cols * stride. ONE: cols is 1. */
+ * stands at shared address x. cols: staged rows, `stride` bytes apart; planes follow at cols * stride. ONE: cols is 1.
+ * A taken branch costs a warp some 20 clocks, a barrier's answer 50: the next stage is asked for, and where its K block is worked out, before this one's is multiplied. */
 template <uint32_t FORM, uint32_t NT, bool ONE>
 MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift,
                              mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
+    constexpr uint32_t VALUES = FP8 ? 128 : 64, X = FORM == MK_X_F32 ? MK_PLANES_F32 : 1; /* bytes of a staged K block; planes */
+    constexpr uint32_t U = mk_blocks_at_once(FORM, NT, ONE);
     mk_shared *sh = mk_sh();
-    const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, shift = t->shift, kb_bytes = y->kb_bytes, ways = y->ways, lane = threadIdx.x % 32, l = lane & 3, first = s0 + y->first;
-    const uint32_t column = x + (ONE ? 0 : mk_ldx_column<FP8>(lane, cols)) * stride + mk_ldx_at<FP8>(lane), plane = cols * stride;
+    const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, shift = t->shift, kb_bytes = y->kb_bytes, ways = y->ways, lane = threadIdx.x % 32, last_kb = min(s1 * per, nkb);
+    const uint32_t column = x - s0 * per * VALUES + (ONE ? 0 : mk_ldx_column<FP8>(lane, cols)) * stride + mk_ldx_at<FP8>(lane), plane = cols * stride;
     /* what a K block's products are multiplied by, in columns 2 l and 2 l + 1: of K block s0, and bytes to that of the second */
-    const uint32_t norm_row = 4 * (FP8 ? stride >> 7 : MK_MAX_NORM_HEADS), n_row = min(2 * l, cols - 1), next_norm = 2 * l + 1 < cols ? norm_row : 0;
+    const uint32_t l = lane & 3, norm_row = 4 * (FP8 ? stride >> 7 : MK_MAX_NORM_HEADS), n_row = min(2 * l, cols - 1), next_norm = 2 * l + 1 < cols ? norm_row : 0;
     const uint32_t norm = (FP8 ? mk_smem(sh->factor) - 4 * s0 * per : mk_smem(sh->head_rstd)) + (ONE ? 0 : n_row * norm_row);
-    uint32_t turn = first / MK_GROUPS * per; /* K blocks of the partial sum before */
+    uint32_t kb = (s0 + y->first) * per, turn = (s0 + y->first) / MK_GROUPS * per; /* the stage's first K block; K blocks of the partial sum before */
+    uint32_t k = kb + ((y->way - turn) & (ways - 1)), end = min(kb + per, nkb);    /* the warp's, of the stage: it may have none */
+    bool there = mk_mbar_test(slot->bar, slot->phase);
+    const auto next_stage = [&] {
+        mk_stage_leave(slot->bar + MK_EMPTY, lane);
+        mk_next_move(slot, lap);
+        kb += MK_GROUPS * per;
+        turn += per;
+        k = kb + ((y->way - turn) & (ways - 1));
+        end = min(kb + per, nkb);
+    };
 
 #pragma unroll 1
-    for (uint32_t s = first; s < s1; s += MK_GROUPS, turn += per) {
-        const uint32_t kb = s * per, nk = nkb - kb < per ? nkb - kb : per;
-        mk_stage_wait(slot->bar, slot->phase, ring == MK_TAPE ? MK_FAULT_TAPE : MK_FAULT_EXPERT);
-        const uint32_t b0 = (y->way - turn) & (ways - 1);
-        uint32_t w = mk_after(slot->stage + y->row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0 - s0 * per) * (FP8 ? 128 : 64);
-        const uint32_t scales = mk_after(slot->stage), norms = mk_after(norm);
-#pragma unroll 1
-        for (uint32_t k = kb + b0; k < kb + nk; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
-            float part[NT][4], n0 = 1, n1 = 1;
-            const uint4 v0 = FP8 ? mk_ldx_f16(xk) : mk_ldx_bf16(xk), v1 = FP8 ? mk_ldx_f16(xk + 64) : v0;
-            if (FP8 || head_shift != MK_NO_NORM) {
-                n0 = mk_lds(norms + 4 * (FP8 ? k : k >> head_shift));
-                if (!ONE) n1 = mk_lds(norms + next_norm + 4 * (FP8 ? k : k >> head_shift));
+    while (kb < last_kb) {
+        if (__builtin_expect(!there, 0)) mk_stage_await(slot->bar, slot->phase, ring == MK_TAPE ? MK_FAULT_TAPE : MK_FAULT_EXPERT);
+        if (k >= end) {
+            next_stage();
+            there = mk_mbar_test(slot->bar, slot->phase);
+            continue;
+        }
+        const uint32_t stage = mk_after(slot->stage), norms = mk_after(norm), w = stage + y->row_at + (k - kb) * kb_bytes, xk = mk_after(column) + k * VALUES;
+        const uint32_t scales = stage + (k >> shift) * y->scale_row;
+        float part[U][NT][4], f[U][FP8 ? 2 * NT : 1], n0[U], n1[U];
+        uint32_t a[U][NT][8];
+        uint4 v[U][FP8 ? 2 : X];
+        bool has[U];
+#pragma unroll
+        for (uint32_t u = 0; u < U; u++) { /* whoever is not there has the first one's place and does not count */
+            has[u] = !u || k + u * ways < end;
+            const uint32_t to = has[u] ? u * ways : 0, wu = w + to * kb_bytes, xu = xk + to * VALUES;
+#pragma unroll
+            for (uint32_t j = 0; j < NT; j++) {
+                mk_ldmatrix(a[u][j], wu + 256 * j);
+                mk_ldmatrix(a[u][j] + 4, wu + 256 * j + 2 * rows * 16);
             }
             if (FP8) {
-                mk_fp8_tiles<NT> b;
-                mk_fp8_load<NT>(&b, w, rows, scales + (k >> shift) * y->scale_row, y->c);
-                if (k + ways >= kb + nk) mk_stage_leave(slot->bar + MK_EMPTY, lane);
+                const uint32_t scale = !u ? scales : stage + (k + to >> shift) * y->scale_row;
+                v[u][0] = mk_ldx_f16(xu), v[u][1] = mk_ldx_f16(xu + 64);
 #pragma unroll
-                for (uint32_t j = 0; j < NT; j++) mk_tile_product_fp8(part[j], b.w[j], v0, v1);
-#pragma unroll
-                for (uint32_t j = 0; j < NT; j++) mk_tile_add<ONE>(&acc.tile[j], part[j], b.f[2 * j], b.f[2 * j + 1], n0, n1);
+                for (uint32_t i = 0; i < 2 * NT; i++) f[u][i] = mk_lds(scale + y->c[i]);
             } else {
 #pragma unroll
-                for (uint32_t j = 0; j < NT; j++) {
-                    uint32_t a[4], b[4];
-                    mk_tile_product(part[j], w + 256 * j, rows, v0, a, b);
-                    if (FORM == MK_X_F32) { /* planes side by side: one after the other they would wait for each other's sums */
-                        float more[MK_PLANES_F32 - 1][4];
-#pragma unroll
-                        for (uint32_t p = 1; p < MK_PLANES_F32; p++) {
-                            const uint4 v = mk_ldx_bf16(xk + p * plane);
-                            mk_mma_bf16_first(more[p - 1], a, v.x, v.y);
-                            mk_mma_bf16(more[p - 1], b, v.z, v.w);
-                        }
-#pragma unroll
-                        for (uint32_t i = 0; i < 4; i++) part[j][i] = __fadd_rn(part[j][i], __fadd_rn(more[0][i], more[1][i]));
-                    }
-                }
-#pragma unroll
-                for (uint32_t j = 0; j < NT; j++) mk_tile_add<ONE>(&acc.tile[j], part[j], 1, 1, n0, n1);
+                for (uint32_t p = 0; p < X; p++) v[u][p] = mk_ldx_bf16(xu + p * plane);
+            }
+            n0[u] = n1[u] = 1;
+            if (FP8 || head_shift != MK_NO_NORM) {
+                n0[u] = mk_lds(norms + 4 * (FP8 ? k + to : k + to >> head_shift));
+                if (!ONE) n1[u] = mk_lds(norms + next_norm + 4 * (FP8 ? k + to : k + to >> head_shift));
             }
         }
-        if (!FP8 || b0 >= nk) mk_stage_leave(slot->bar + MK_EMPTY, lane);
-        mk_next_move(slot, lap);
+        /* the stage may be filled anew as soon as all of it is in registers */
+#pragma unroll
+        for (uint32_t u = 0; u < U; u++) {
+#pragma unroll
+            for (uint32_t j = 0; j < NT; j++)
+#pragma unroll
+                for (uint32_t i = 0; i < 8; i++) asm volatile("" : "+r"(a[u][j][i]));
+#pragma unroll
+            for (uint32_t i = 0; FP8 && i < 2 * NT; i++) asm volatile("" : "+f"(f[u][i]));
+        }
+        if ((k += U * ways) >= end) next_stage();
+#pragma unroll
+        for (uint32_t u = 0; u < U; u++) {
+            if (FP8) {
+#pragma unroll
+                for (uint32_t j = 0; j < NT; j++) mk_tile_product_fp8(part[u][j], a[u][j], v[u][0], v[u][FP8]);
+                continue;
+            }
+#pragma unroll
+            for (uint32_t j = 0; j < NT; j++) {
+                mk_mma_bf16_first(part[u][j], a[u][j], v[u][0].x, v[u][0].y);
+                mk_mma_bf16(part[u][j], a[u][j] + 4, v[u][0].z, v[u][0].w);
+                float more[2][4];
+#pragma unroll
+                for (uint32_t p = 1; p < X; p++) { /* planes side by side: one after the other they would wait for each other's sums */
+                    mk_mma_bf16_first(more[p - 1], a[u][j], v[u][p].x, v[u][p].y);
+                    mk_mma_bf16(more[p - 1], a[u][j] + 4, v[u][p].z, v[u][p].w);
+                }
+#pragma unroll
+                for (uint32_t i = 0; X > 1 && i < 4; i++) part[u][j][i] = __fadd_rn(part[u][j][i], __fadd_rn(more[0][i], more[1][i]));
+            }
+        }
+        there = mk_mbar_test(slot->bar, slot->phase);
+#pragma unroll
+        for (uint32_t u = 0; u < U; u++)
+#pragma unroll
+            for (uint32_t j = 0; j < NT; j++) {
+                float4 sum = acc.tile[j];
+                mk_tile_add<ONE>(&sum, part[u][j], FP8 ? f[u][FP8 ? 2 * j : 0] : 1, FP8 ? f[u][FP8 ? 2 * j + 1 : 0] : 1, n0[u], n1[u]);
+                if (has[u]) acc.tile[j] = sum;
+            }
     }
     slot->at += s1 - s0;
     return acc;
@@ -272,9 +323,10 @@ template <uint32_t FORM, bool ONE>
 MK_DEV mk_accs mk_product_by(uint32_t ring, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift,
                              mk_accs acc)
 {
-    if (t->rows <= 16) return mk_product_as<FORM, 1, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
-    if (t->rows <= 32) return mk_product_as<FORM, 2, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
-    if (t->rows <= 48) return mk_product_as<FORM, 3, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
+    const uint32_t rows = mk_uniform(t->rows);
+    if (rows <= 16) return mk_product_as<FORM, 1, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (rows <= 32) return mk_product_as<FORM, 2, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (rows <= 48) return mk_product_as<FORM, 3, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
     return mk_product_as<FORM, 4, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
 }
 template <uint32_t FORM, bool ONE>

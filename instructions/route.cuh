@@ -258,8 +258,8 @@ MK_CALL void mk_route_among_all(const mk_route *t, mk_route_list *x)
     __syncwarp();
 }
 
-/* By all warps: writes the candidates down; returns their number. A thread's experts are neighbours; a key of 0 is none. */
-template <uint32_t PER> MK_DEV uint32_t mk_route_candidates(const mk_dev *d, mk_route_list *x, const uint32_t *key, const float *score, bool input)
+/* By all warps: writes the candidates down; returns their number. A thread's experts are neighbours from e on; a key of 0 is none. */
+template <uint32_t PER> MK_DEV uint32_t mk_route_candidates(const mk_dev *d, mk_route_list *x, uint32_t e, const uint32_t *key, const float *score, bool input)
 {
     const uint32_t lane = d->lane, warp = d->warp, topk = d->in->route.topk, below = (1u << lane) - 1;
     const uint32_t top = PER == 1 ? key[0] : max(key[0], key[PER - 1]);
@@ -291,8 +291,9 @@ template <uint32_t PER> MK_DEV uint32_t mk_route_candidates(const mk_dev *d, mk_
     if (n > MK_ROUTE_SLOTS) {
 #pragma unroll
         for (uint32_t j = 0; j < PER; j++) {
-            x->every[d->tid * PER + j] = key[j];
-            x->score[d->tid * PER + j] = score[j];
+            if (e + j >= d->in->route.experts) continue;
+            x->every[e + j] = key[j];
+            x->score[e + j] = score[j];
         }
         mk_sync();
         if (warp == 0) mk_route_among_all(&d->in->route, x);
@@ -302,7 +303,7 @@ template <uint32_t PER> MK_DEV uint32_t mk_route_candidates(const mk_dev *d, mk_
     for (uint32_t j = 0; j < PER; j++)
         if (mine >> j & 1) {
             x->key[place] = key[j];
-            x->expert[place++] = make_uint2(d->tid * PER + j, __float_as_uint(score[j]));
+            x->expert[place++] = make_uint2(e + j, __float_as_uint(score[j]));
         }
     mk_sync();
     return n;
@@ -369,6 +370,12 @@ MK_DEV void mk_route_ranks(const mk_dev *d, mk_routes *out, uint32_t topk)
     pairs->row[t] = 0;
 }
 
+/* Few experts are those of every second thread, or fourth, so that all halves of warps have some: binary logarithm. */
+MK_DEV uint32_t mk_route_apart(uint32_t experts)
+{
+    return experts <= MK_COMPUTE / 4 ? 2 : experts <= MK_COMPUTE / 2 ? 1 : 0;
+}
+
 #ifndef MK_REHEARSE
 #define MK_REHEARSE 1
 #endif
@@ -380,7 +387,7 @@ MK_DEV float mk_route_rehearsed(uint32_t e)
 template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
 {
     const mk_route *t = &d->in->route;
-    const uint32_t n = t->experts, e = d->tid * PER;
+    const uint32_t n = t->experts, apart = PER == 1 ? mk_route_apart(n) : 0, none = d->tid & (1u << apart) - 1, e = none ? n : d->tid * PER >> apart;
     mk_routes *out = (mk_routes *)mk_local_at(d, d->in->signal_vec);
     mk_route_list *x = (mk_route_list *)d->sh->red;
     mk_spot at[PER] = {};
@@ -419,7 +426,7 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
             for (uint32_t j = 0; j < PER; j++) s[j] = mk_sigmoidf(s[j]);
 #pragma unroll
         for (uint32_t j = 0; j < PER; j++) key[j] = e + j < n ? mk_order_key(t->has_bias ? s[j] + bias[j] : s[j]) : 0;
-        const uint32_t candidates = mk_route_candidates<PER>(d, x, key, s, last);
+        const uint32_t candidates = mk_route_candidates<PER>(d, x, e, key, s, last);
         if (last) mk_trace_publish(d);
         if (d->warp == 0)
             mk_route_decide(d, x, candidates, out, last);
