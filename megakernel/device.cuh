@@ -37,6 +37,7 @@
 #define MK_ANGLES         64u /* sine and cosine of the first pairs of a query that turn */
 #define MK_MAX_PIECES     (8 * MK_COMPUTE) /* of the LM head */
 #define MK_RED_FLOATS     4864u /* of partial sums */
+#define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
 #define MK_DELTA_RANK     128u /* of f and z in DELTA_STEP, where they have one */
 #define MK_STEP_RING      8u
 #define MK_NEAR_SLOTS     8u /* streams that SCHEDULE keeps in shared memory */
@@ -187,8 +188,6 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
        MK_ONE_DELTA = 0x7c, /* without f and z, with them of BF16, of FP8 */
        MK_ONE_ROUTE = 0x7f, /* a thread an expert, two */
        MK_ONE_ROUTER = 0x81 /* a GEMV of few rows: router.cuh. Of several rows of the batch as well: mk_plan.one says so */ };
-#define MK_TRACED      0x100u
-#define MK_RUN_LEAVE   0x200u /* mk_places.run: the controller's word to the compute warps */
 #define MK_ROUTER_ROWS 8u /* of weights, at most */
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
 #define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
@@ -199,7 +198,7 @@ typedef struct mk_places {
     alignas(16) const uint4 *in[3];
     uint4 *out;
     uint32_t epoch[3], out_epoch;
-    uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_*; in a step that is traced + MK_TRACED */
+    uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_* */
     uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_* */
     uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item; MLA: the first ones of its first two */
 } mk_places;
@@ -300,7 +299,7 @@ typedef struct mk_trace_now {
     alignas(16) uint32_t input; /* low half of the clock, 0: not seen */
     uint32_t weights, publish, bytes;
     uint32_t start, base, high; /* start of the instruction, of the step; high half of the latter */
-    uint32_t on;    /* mk_step.trace, by the controller; 0: nothing is noted */
+    uint32_t on;    /* mk_step.trace; 0: nothing is noted */
     uint32_t first; /* the worker's first record of a step */
 } mk_trace_now;
 

@@ -55,7 +55,7 @@ MK_CALL void stage_ahead(uint32_t left)
     const uint32_t n = sh->memo[threadIdx.x / 32].n;
     const mk_fed *f = &sh->fed[(n + 1) % MK_INSN_RING];
     while (!mk_mbar_try(mk_smem(&sh->insn_full[(n + 1) % MK_INSN_RING]), (n + 1) / MK_INSN_RING & 1)) {}
-    if (f->in.opcode != MK_OP_EXPERT_UP || f->place.run == MK_RUN_LEAVE) return; /* to be left at once */
+    if (f->in.opcode != MK_OP_EXPERT_UP || f->place.run == MK_OP_LEAVE) return; /* to be left at once */
     if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * n + 3); /* should it be waited for, for ever, say so */
     const mk_memo *memo = &sh->memo[threadIdx.x / 32];
     if (left && sh->step.nrows == 1 && memo->staged == left && memo->step == sh->step.seq)
@@ -84,24 +84,29 @@ X(mk_schedule_run)
 #undef X
 #undef AHEAD
 
-/* The instruction under way, if there is one, is done; the next. Nothing of it is kept over the instruction: it would be spilled. The next one's barrier is asked for first, for
- * its answer takes as long as the rest. */
+/* The end of the instruction under way, if there is one, and the next. Nothing of it is kept over the instruction: it would be spilled. */
 MK_DEV const mk_insn *instruction(void)
 {
     mk_shared *sh = mk_sh();
-    const uint32_t tid = mk_tid_now(), lane = tid % 32;
+    const uint32_t tid = mk_tid_now();
     mk_memo *memo = &sh->memo[tid / 32];
-    const uint32_t last = memo->n, n = (last + 1) & 0x7fffffffu, slot = n % MK_INSN_RING; /* never MK_NO_INSN again; a whole number of laps */
-    const uint32_t full = mk_smem(sh->insn_full) + 8 * slot, parity = n / MK_INSN_RING & 1;
-    bool fed = mk_mbar_test(full, parity);
+    uint32_t n = memo->n;
+    if (n != MK_NO_INSN) {
+        const mk_dev d = mk_here_by(&sh->fed[n % MK_INSN_RING].in, tid);
+        mk_trace_end(&d);
+        __syncwarp();
+        if (tid == 0) mk_flag_set(&sh->current, 2 * n + 2);
+        if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[n % MK_INSN_RING]));
+    }
+    n = (n + 1) & 0x7fffffffu; /* never MK_NO_INSN again; a whole number of laps */
+    while (!mk_mbar_try(mk_smem(&sh->insn_full[n % MK_INSN_RING]), n / MK_INSN_RING & 1)) {}
+    mk_dev d = mk_here_by(&sh->fed[n % MK_INSN_RING].in, tid);
     __syncwarp();
-    if (tid == 0) mk_flag_set(&sh->current, 2 * last + 2);
-    if (mk_arrives(lane) && last != MK_NO_INSN) mk_mbar_arrive(mk_smem(sh->insn_empty) + 8 * (last % MK_INSN_RING));
-    while (__builtin_expect(!fed, 0)) fed = mk_mbar_try(full, parity);
-    if (lane == 0) memo->n = n;
+    if (d.lane == 0) memo->n = n;
     if (tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
+    mk_trace_begin(&d);
     __syncwarp();
-    return &sh->fed[slot].in;
+    return d.in;
 }
 
 /* This worker's queue ends with SCHEDULE. */
@@ -136,46 +141,6 @@ MK_CALL void other(const mk_insn *in, uint32_t what)
     }
 }
 
-/* By mk_places.run. */
-MK_DEV void run(const mk_insn *in, uint32_t what)
-{
-    if (MK_IS_ONE(what)) { /* most are */
-        mk_gemv_one_run(in, what);
-        return;
-    }
-    switch (what) {
-    case MK_ONE_UP: mk_up_one<MK_X_BF16>(in); break;
-    case MK_ONE_UP + 1: mk_up_one<MK_X_F16>(in); break;
-    case MK_ONE_DOWN: mk_down_one<MK_X_BF16, 2>(in); break;
-    case MK_ONE_DOWN + 1: mk_down_one<MK_X_BF16, 3>(in); break;
-    case MK_ONE_DOWN + 2: mk_down_one<MK_X_BF16, 4>(in); break;
-    case MK_ONE_DOWN + 3: mk_down_one<MK_X_F16, 2>(in); break;
-    case MK_ONE_DOWN + 4: mk_down_one<MK_X_F16, 3>(in); break;
-    case MK_ONE_DOWN + 5: mk_down_one<MK_X_F16, 4>(in); break;
-    case MK_ONE_DELTA: mk_delta_one<0>(in); break;
-    case MK_ONE_DELTA + 1: mk_delta_one<MK_W_BF16>(in); break;
-    case MK_ONE_DELTA + 2: mk_delta_one<MK_W_FP8>(in); break;
-    case MK_ONE_ROUTER: mk_router(in, 0); break;
-    case MK_ONE_ROUTE: call_mk_route_one_run(in); break;
-    case MK_ONE_ROUTE + 1: call_mk_route_pair_run(in); break;
-    case MK_ONE_GQA: mk_gqa_run<true>(in); break;
-    case MK_ONE_MLA: mk_mla_one_run(in); break;
-    case MK_OP_COMBINE: mk_combine_run(in); break;
-    case MK_OP_LM_HEAD: matrix_run(false); break;
-    default: other(in, what);
-    }
-}
-/* Of a step that is traced: with its record. A function of its own, so that nothing is run for it when nothing is traced. */
-MK_CALL void traced(const mk_insn *in, uint32_t what)
-{
-    mk_dev d = mk_here(in);
-    mk_trace_begin(&d);
-    __syncwarp();
-    run(in, what - MK_TRACED);
-    d = mk_here(under_way());
-    mk_trace_end(&d);
-}
-
 MK_DEV void compute(const mk_gpu_args *a)
 {
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
@@ -189,15 +154,34 @@ MK_DEV void compute(const mk_gpu_args *a)
 #pragma unroll 1
     for (;;) {
         const mk_insn *in = instruction();
-        const uint32_t what = mk_uniform(mk_fed_of(in)->place.run);
-        if (what < MK_TRACED) {
-            run(in, what);
+        const uint32_t what = mk_fed_of(in)->place.run;
+        if (MK_IS_ONE(what)) { /* most are */
+            mk_gemv_one_run(in, what);
             continue;
         }
-        if (what == MK_RUN_LEAVE) break;
-        traced(in, what);
+        switch (what) {
+        case MK_ONE_UP: mk_up_one<MK_X_BF16>(in); break;
+        case MK_ONE_UP + 1: mk_up_one<MK_X_F16>(in); break;
+        case MK_ONE_DOWN: mk_down_one<MK_X_BF16, 2>(in); break;
+        case MK_ONE_DOWN + 1: mk_down_one<MK_X_BF16, 3>(in); break;
+        case MK_ONE_DOWN + 2: mk_down_one<MK_X_BF16, 4>(in); break;
+        case MK_ONE_DOWN + 3: mk_down_one<MK_X_F16, 2>(in); break;
+        case MK_ONE_DOWN + 4: mk_down_one<MK_X_F16, 3>(in); break;
+        case MK_ONE_DOWN + 5: mk_down_one<MK_X_F16, 4>(in); break;
+        case MK_ONE_DELTA: mk_delta_one<0>(in); break;
+        case MK_ONE_DELTA + 1: mk_delta_one<MK_W_BF16>(in); break;
+        case MK_ONE_DELTA + 2: mk_delta_one<MK_W_FP8>(in); break;
+        case MK_ONE_ROUTER: mk_router(in, 0); break;
+        case MK_ONE_ROUTE: call_mk_route_one_run(in); break;
+        case MK_ONE_ROUTE + 1: call_mk_route_pair_run(in); break;
+        case MK_ONE_GQA: mk_gqa_run<true>(in); break;
+        case MK_ONE_MLA: mk_mla_one_run(in); break;
+        case MK_OP_COMBINE: mk_combine_run(in); break;
+        case MK_OP_LM_HEAD: matrix_run(false); break;
+        case MK_OP_LEAVE: mk_phase_carry(a, true); return;
+        default: other(in, what);
+        }
     }
-    mk_phase_carry(a, true);
 }
 
 /* ---- controller ----------------------------------------------------------------------------------------------------- */
@@ -294,7 +278,7 @@ MK_DEV void address(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32
     if (lane == 4) {
         uint32_t run = sh->step.nrows == 1 && f->plan.one ? f->plan.one : f->in.opcode;
         if (run == MK_ONE_NONE && mk_splits(sh->step.row[0].pos, f->in.mla.grain, f->in.mla.most) > 1) run = MK_OP_COMBINE;
-        f->place.run = sh->step.trace ? run | MK_TRACED : run;
+        f->place.run = run;
     }
     if (lane > 3) return;
     const mk_wait *w = &f->in.wait[lane < 3 ? lane : 0];
@@ -373,7 +357,7 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f
  * for, because every row of a layer's queries, keys and values is some item's. A COMBINE without work has read nothing, and who waits for its output waits for all items. */
 MK_DEV void pass_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f)
 {
-    if ((f->place.run & ~MK_TRACED) != MK_ONE_NONE) atomicAdd(a->counter + sh->vec[f->in.signal_vec].counter, 1u);
+    if (f->place.run != MK_ONE_NONE) atomicAdd(a->counter + sh->vec[f->in.signal_vec].counter, 1u);
     const uint32_t trace = sh->step.trace;
     if (!trace) return;
     const uint64_t now = mk_now();
@@ -396,10 +380,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
         for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++)
             await_done(a, sh, &watch, i, lane);
         if (MK_ONE_STEP ? !sh->step.nrows : !step_receive(a, sh, seq, lane, own)) break;
-        if (lane == 0) {
-            mk_flag_set(&sh->logits[seq & 3], (seq + 1) * 2 + (sh->step.any_logits != 0));
-            sh->trace.on = sh->step.trace;
-        }
+        if (lane == 0) mk_flag_set(&sh->logits[seq & 3], (seq + 1) * 2 + (sh->step.any_logits != 0));
         for (uint32_t i = first; i < end; i++, fed++) {
             uint32_t slot = fed % MK_INSN_RING;
             const uint4 part = next;
@@ -415,7 +396,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             __syncwarp();
             address(a, sh, &sh->fed[slot], lane);
             __syncwarp();
-            const uint32_t run = sh->fed[slot].place.run & ~MK_TRACED;
+            const uint32_t run = sh->fed[slot].place.run;
             bool idle = run == MK_ONE_COUNT || run == MK_ONE_NONE;
             if (run == MK_ONE_GQA || run == MK_ONE_MLA) idle = !attention_ahead(a, sh, &sh->fed[slot], lane);
             if (idle) {
@@ -434,7 +415,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     if (fed >= MK_INSN_RING) await_done(a, sh, &watch, fed - MK_INSN_RING, lane);
     if (lane == 0) {
         if (!MK_ONE_STEP || leave || !sh->step.nrows) mk_flag_set(&sh->leave, 1); /* else the loaders leave by themselves */
-        sh->fed[slot].place.run = MK_RUN_LEAVE;
+        sh->fed[slot].place.run = MK_OP_LEAVE;
     }
     __syncwarp();
     if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
@@ -673,7 +654,6 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
         sh->trace.first = a.queue[blockIdx.x];
-        sh->trace.on = 0;
         memset(sh->memo, 0, sizeof sh->memo);
         for (uint32_t i = 0; i < MK_WARPS; i++) sh->memo[i].n = MK_NO_INSN;
         sh->args = a;

@@ -4,9 +4,11 @@
 #ifndef MK_TRACE_CUH
 #define MK_TRACE_CUH
 
-MK_DEV void mk_trace_begin(const mk_dev *d)
+MK_DEV void mk_trace_begin(mk_dev *d)
 {
     mk_trace_now *t = &d->sh->trace;
+    d->trace = d->tid == 0 ? d->step->trace : 0;
+    if (d->tid == 0) t->on = d->trace;
     if (!d->trace) return;
     *(uint4 *)&t->input = make_uint4(0, 0, 0, 0);
     if (d->in->seq) { /* the low half alone is one read */
