@@ -244,7 +244,6 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
             continue;
         }
         const uint32_t stage = mk_after(slot->stage), norms = mk_after(norm), w = stage + y->row_at + (k - kb) * kb_bytes, xk = mk_after(column) + k * VALUES;
-        const uint32_t scales = stage + (k >> shift) * y->scale_row;
         float part[U][NT][4], f[U][FP8 ? 2 * NT : 1], n0[U], n1[U];
         uint32_t a[U][NT][8];
         uint4 v[U][FP8 ? 2 : X];
@@ -259,7 +258,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
                 mk_ldmatrix(a[u][j] + 4, wu + 256 * j + 2 * rows * 16);
             }
             if (FP8) {
-                const uint32_t scale = !u ? scales : stage + (k + to >> shift) * y->scale_row;
+                const uint32_t scale = stage + (k + to >> shift) * y->scale_row;
                 v[u][0] = mk_ldx_f16(xu), v[u][1] = mk_ldx_f16(xu + 64);
 #pragma unroll
                 for (uint32_t i = 0; i < 2 * NT; i++) f[u][i] = mk_lds(scale + y->c[i]);
@@ -269,8 +268,9 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
             }
             n0[u] = n1[u] = 1;
             if (FP8 || head_shift != MK_NO_NORM) {
-                n0[u] = mk_lds(norms + 4 * (FP8 ? k + to : k + to >> head_shift));
-                if (!ONE) n1[u] = mk_lds(norms + next_norm + 4 * (FP8 ? k + to : k + to >> head_shift));
+                const uint32_t by = norms + 4 * (FP8 ? k + to : k + to >> head_shift);
+                n0[u] = mk_lds(by);
+                if (!ONE) n1[u] = mk_lds(by + next_norm);
             }
         }
         /* the stage may be filled anew as soon as all of it is in registers */
@@ -295,14 +295,15 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
             for (uint32_t j = 0; j < NT; j++) {
                 mk_mma_bf16_first(part[u][j], a[u][j], v[u][0].x, v[u][0].y);
                 mk_mma_bf16(part[u][j], a[u][j] + 4, v[u][0].z, v[u][0].w);
-                float more[2][4];
+                if (FORM != MK_X_F32) continue;
+                float more[MK_PLANES_F32 - 1][4];
 #pragma unroll
-                for (uint32_t p = 1; p < X; p++) { /* planes side by side: one after the other they would wait for each other's sums */
-                    mk_mma_bf16_first(more[p - 1], a[u][j], v[u][p].x, v[u][p].y);
-                    mk_mma_bf16(more[p - 1], a[u][j] + 4, v[u][p].z, v[u][p].w);
+                for (uint32_t p = 1; p < MK_PLANES_F32; p++) { /* planes side by side: one after the other they would wait for each other's sums */
+                    mk_mma_bf16_first(more[p - 1], a[u][j], v[u][p % X].x, v[u][p % X].y);
+                    mk_mma_bf16(more[p - 1], a[u][j] + 4, v[u][p % X].z, v[u][p % X].w);
                 }
 #pragma unroll
-                for (uint32_t i = 0; X > 1 && i < 4; i++) part[u][j][i] = __fadd_rn(part[u][j][i], __fadd_rn(more[0][i], more[1][i]));
+                for (uint32_t i = 0; i < 4; i++) part[u][j][i] = __fadd_rn(part[u][j][i], __fadd_rn(more[0][i], more[1][i]));
             }
         }
         there = mk_mbar_test(slot->bar, slot->phase);
