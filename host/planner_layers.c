@@ -4,7 +4,7 @@
  *   GQA       planner_gqa.c
  *   MLA       [kv_a | q] -> (q_a: q_b) -> uk per head, KV_APPEND -> MLA_PARTIAL -> COMBINE -> uv per head -> o (+ h)
  *   dense     gate|up -> down (+ h)
- *   MoE       [router | shared gate|up] -> ROUTE -> EXPERT_UP, shared down -> EXPERT_DOWN (+ h)
+ *   MoE       [router | shared gate|up] -> ROUTE -> shared down, EXPERT_UP -> EXPERT_DOWN (+ h)
  */
 #include "host/planner_internal.h"
 
@@ -379,7 +379,22 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
                                .has_bias = m->bias.tensor[0] != 0, .scale = m->scale, .param_off = bias};
         mk_wait_all(b, in, R->router, r_pub);
         mk_signal(in, R->route, route_pub, 0);
-        in = mk_emit(b, w, MK_OP_EXPERT_UP, layer);
+    }
+    /* The shared expert's way down stands where the chosen experts' first weights are on their way, if a worker has room for its sums: one slice of h. Where it is gated the
+     * chosen ones are small, and EXPERT_UP would end later (profiles/NOTES.md). */
+    mk_gemv_spec down_spec = {.in_vec = R->shared, .in_pub = sh_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub,
+                              .out_vec = R->acc, .out_pub = acc_pub};
+    if (gated) down_spec.epilogue = MK_EPI_GATED, down_spec.gate_vec = R->shared_gate, down_spec.gate_pub = gate_pub;
+    mk_gemv_arg down_arg = {&down_spec, layer};
+    int early = sh->inter && !gated;
+    for (uint32_t i = 1; i < h.n; i++) early = early && h.v[i].w != h.v[i - 1].w;
+    if (early) {
+        mk_phase_begin(b);
+        for (uint32_t i = 0; i < h.n; i++) mk_emit_gemv_piece(b, h.v[i].w, &down, h.v[i].first, h.v[i].rows, i, &down_arg);
+        mk_phase_end(b, "shared down", layer, mk_why_h);
+    }
+    for (uint32_t w = 0; w < W; w++) {
+        mk_insn *in = mk_emit(b, w, MK_OP_EXPERT_UP, layer);
         in->expert = (mk_expert){.base = up_base, .expert_stride = up_slice * T, .slice_stride = (uint32_t)up_slice, .T = (uint16_t)T,
                                  .k = hidden, .inter = m->inter, .wtype = (uint8_t)wt, .nseg = (uint8_t)up_seg, .topk = (uint8_t)m->topk,
                                  .param_off = norm, .eps = L->post_norm.eps};
@@ -395,13 +410,9 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     mk_phase_end(b, "expert up", layer, "slices of an expert are whole rows");
 
     mk_phase_begin(b);
-    mk_gemv_spec down_spec = {.in_vec = R->shared, .in_pub = sh_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub,
-                              .out_vec = R->acc, .out_pub = acc_pub};
-    if (gated) down_spec.epilogue = MK_EPI_GATED, down_spec.gate_vec = R->shared_gate, down_spec.gate_pub = gate_pub;
-    mk_gemv_arg down_arg = {&down_spec, layer};
     for (uint32_t slice = 0; slice < h.n; slice++) {
         uint32_t w = h.v[slice].w, row0 = h.v[slice].first, rows = h.v[slice].rows, phase = wt == MK_W_FP8 ? row0 % MK_SCALE_ROWS : 0;
-        if (sh->inter) mk_emit_gemv_piece(b, w, &down, row0, rows, slice, &down_arg);
+        if (sh->inter && !early) mk_emit_gemv_piece(b, w, &down, row0, rows, slice, &down_arg);
         mk_insn *in = mk_emit(b, w, MK_OP_EXPERT_DOWN, layer);
         in->expert = (mk_expert){.base = dn_base, .expert_stride = dn_slice * h_slices, .slice_stride = (uint32_t)dn_slice,
                                  .T = (uint16_t)h_slices, .t = (uint16_t)slice, .k = m->inter, .inter = m->inter, .n = (uint16_t)rows,

@@ -20,7 +20,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     const uint32_t end = control & 0xffffu;
     const bool staged_before = control >> 24 & 1, unit = control >> 25;
     mk_next slot = memo->next[MK_TAPE];
-    const uint32_t at = slot.at, turn = memo->turn, parity = memo->parity ^ !staged_before;
+    const uint32_t at = slot.at, turn = memo->turn, beside = p->beside, parity = memo->parity ^ !staged_before;
     const bool mine = group * MK_UNIT + d->lane < n && d->lane < MK_UNIT, residual = unit && (end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS;
     uint4 look = make_uint4(0, 0, 0, 0), gate = make_uint4(0, 0, 0, 0);
     if (residual) look = mk_packet_load(f->place.in[1] + i / 3);
@@ -38,7 +38,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     asm volatile("" : "+l"(to));
     if (!staged_before) {
         __syncwarp();
-        if (d->lane == 0) {
+        if (d->lane == 0 && !beside) { /* which sums up no squares, and what is staged stays there */
             memo->staged = p->key;
             memo->step = step;
             memo->parity = parity;
@@ -57,7 +57,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
         res = __uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z);
     }
 
-    const mk_accs acc = mk_product_by<FORM, true>(MK_TAPE, &slot, &t, &way, &lap, 0, t.nst, mk_smem(sh->staging), mk_row_stride(p->x.k), 1, p->head_shift, mk_no_sum());
+    const mk_accs acc = mk_product_by<FORM, true>(MK_TAPE, &slot, &t, &way, &lap, 0, t.nst, mk_smem(sh->staging) + beside, mk_row_stride(p->x.k), 1, p->head_shift, mk_no_sum());
     mk_part_put(part, rows, &acc);
     const float norm = mk_row_factor(d, p, 0) * in->gemv.scale;
     mk_sync();

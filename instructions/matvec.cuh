@@ -204,10 +204,10 @@ MK_DEV uint32_t mk_ask(uint4 (&q)[LOADS], uint32_t (&at)[LOADS], uint32_t (&valu
     }
     return wanted;
 }
-/* A lane writes what K blocks of the warp's `group` are multiplied by. */
-MK_DEV void mk_factor_put(uint32_t k, uint32_t values, uint32_t group, float factor)
+/* A lane writes what K blocks of the warp's `group` are multiplied by. beside: mk_plan.beside. */
+MK_DEV void mk_factor_put(uint32_t k, uint32_t values, uint32_t group, uint32_t beside, float factor)
 {
-    float *to = mk_sh()->factor + group * values / 64;
+    float *to = mk_sh()->factor + beside / 128 + group * values / 64;
 #pragma unroll 1
     for (uint32_t v = group * values, end = v + values; v < end && v < k; v += 64) *to++ = factor;
 }
@@ -222,7 +222,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *p = &f->plan;
     const mk_hands g = p->hands;
-    const uint32_t k = p->x.k, staged = mk_smem(sh->staging), behind = staged + mk_staged_bytes(k, FORM), plane = mk_row_stride(k);
+    const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + p->beside, behind = staged + mk_staged_bytes(k, FORM), plane = mk_row_stride(k);
     const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<F32>(g);
     const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
@@ -338,7 +338,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
         factor = __fmul_rn(factor, r);
         if (!FP8) sh->head_rstd[0][group] = r;
     }
-    if (FP8 && group * g.values < k) mk_factor_put(k, g.values, group, factor);
+    if (FP8 && group * g.values < k) mk_factor_put(k, g.values, group, p->beside, factor);
     if (RMS) mk_row_squares(d, parity, 0, sum);
 }
 
@@ -622,7 +622,7 @@ MK_CALL void mk_stage_again(const mk_insn *in)
     const uint32_t end = staged + 2 * (8 * d->lane < values ? k : 0);
     const float factor = mk_f16_in_place(at, end, step);
     const uint32_t group = d->warp + d->lane * MK_WARPS;
-    if (group * values < k) mk_factor_put(k, values, group, factor);
+    if (group * values < k) mk_factor_put(k, values, group, 0, factor);
     __syncwarp();
     if (d->lane == 0) d->memo->staged = p->key;
     mk_sync();

@@ -222,7 +222,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
     const uint32_t column = x - s0 * per * VALUES + (ONE ? 0 : mk_ldx_column<FP8>(lane, cols)) * stride + mk_ldx_at<FP8>(lane), plane = cols * stride;
     /* what a K block's products are multiplied by, in columns 2 l and 2 l + 1: of K block s0, and bytes to that of the second */
     const uint32_t l = lane & 3, norm_row = 4 * (FP8 ? stride >> 7 : MK_MAX_NORM_HEADS), n_row = min(2 * l, cols - 1), next_norm = 2 * l + 1 < cols ? norm_row : 0;
-    const uint32_t norm = (FP8 ? mk_smem(sh->factor) - 4 * s0 * per : mk_smem(sh->head_rstd)) + (ONE ? 0 : n_row * norm_row);
+    const uint32_t norm = (FP8 ? mk_smem(sh->factor) + (x - mk_smem(sh->staging) >> 5) - 4 * s0 * per : mk_smem(sh->head_rstd)) + (ONE ? 0 : n_row * norm_row);
     uint32_t kb = (s0 + y->first) * per, turn = (s0 + y->first) / MK_GROUPS * per; /* the stage's first K block; K blocks of the partial sum before */
     uint32_t k = kb + ((y->way - turn) & (ways - 1)), end = min(kb + per, nkb);    /* the warp's, of the stage: it may have none */
     bool there = mk_mbar_test(slot->bar, slot->phase);

@@ -159,13 +159,14 @@ typedef struct mk_plan {
     uint8_t f32;              /* packets carry f32 */
     uint8_t head_shift;       /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
     uint8_t dealt;            /* EXPERT_UP, LM_HEAD: one row is gathered as its packets are dealt; EXPERT_DOWN: its pairs are gathered at once */
-    uint32_t pad;
+    uint32_t beside;          /* a GEMV of one row between ROUTE and EXPERT_UP: bytes of staged input, EXPERT_UP's, that it leaves alone */
     uint32_t end;             /* MK_END_*; the gate's word in its packet << 8 */
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
     uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
     uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
     union {
-        uint32_t ahead;       /* ROUTE: 1: the next instruction's input can be staged while the logits are waited for, | key << 1 of the input that it can be made of */
+        uint32_t ahead;       /* ROUTE: how many instructions further the EXPERT_UP is whose input can be staged while the logits are waited for, 1 or 2, | key << 2 of the
+                                 input that it can be made of; 0: it cannot */
         uint64_t tape;        /* DELTA_STEP: its segments, in the tape region */
     };
 } mk_plan;

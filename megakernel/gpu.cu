@@ -358,12 +358,12 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
         for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
             const mk_insn *in = &insn[k];
             if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(g, in);
-            if (in->opcode == MK_OP_ROUTE && k + 1 < queue[w + 1]) plan[k].ahead = stages_ahead(in, in + 1, maker) ? 1u | router_left(in, &plan[k], k - queue[w]) << 1 : 0;
             if (in->opcode == MK_OP_EXPERT_DOWN) {
                 plan[k].tile = down_tile(in, &expert[n_expert - 1]);
                 pairs_plan(g, in, &plan[k]);
             } else if (!in->tape_bytes) {
                 rc = plan_of(g, in, NULL, &keys, &plan[k], err);
+                if (in->opcode == MK_OP_EXPERT_UP) stages_ahead(in, &plan[k], k - queue[w], maker);
             }
             if (in->opcode == MK_OP_DELTA_STEP) plan[k].tape = p->tape_base[w % workers] + in->tape_off; /* it reads its segments itself */
             if (!in->tape_bytes || in->opcode == MK_OP_DELTA_STEP) continue;

@@ -47,16 +47,17 @@ MK_CALL void matrix_run(bool gemv)
     } while (jobs);
 }
 
-/* While ROUTE's logits are on their way: stages what the EXPERT_UP behind it reads, which is there already. left: key of the router's own input, which then lies in
- * order behind what is staged; 0: no. */
-MK_CALL void stage_ahead(uint32_t left)
+/* While ROUTE's logits are on their way: stages what the EXPERT_UP behind it reads, which is there already. ahead: mk_plan.ahead, whose key is that of the router's own input,
+ * which then lies in order behind what is staged. */
+MK_CALL void stage_ahead(uint32_t ahead)
 {
     mk_shared *sh = mk_sh();
-    const uint32_t n = sh->memo[threadIdx.x / 32].n;
-    const mk_fed *f = &sh->fed[(n + 1) % MK_INSN_RING];
-    while (!mk_mbar_try(mk_smem(&sh->insn_full[(n + 1) % MK_INSN_RING]), (n + 1) / MK_INSN_RING & 1)) {}
+    const uint32_t n = sh->memo[threadIdx.x / 32].n, up = n + (ahead & 3), left = ahead >> 2;
+    const mk_fed *f = &sh->fed[up % MK_INSN_RING];
+    if ((ahead & 3) > 1 && sh->step.nrows > 1) return; /* what stands between them stages several rows where this would be */
+    while (!mk_mbar_try(mk_smem(&sh->insn_full[up % MK_INSN_RING]), up / MK_INSN_RING & 1)) {}
     if (f->in.opcode != MK_OP_EXPERT_UP || f->place.run == MK_OP_LEAVE) return; /* to be left at once */
-    if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * n + 3); /* should it be waited for, for ever, say so */
+    if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * up + 1); /* should it be waited for, for ever, say so */
     const mk_memo *memo = &sh->memo[threadIdx.x / 32];
     if (left && sh->step.nrows == 1 && memo->staged == left && memo->step == sh->step.seq)
         mk_stage_again(&f->in);
@@ -73,7 +74,7 @@ MK_CALL void stage_ahead(uint32_t left)
         const mk_dev d = mk_here(in);                                                                                  \
         run(&d);                                                                                                       \
     }
-#define AHEAD if (mk_fed_of(in)->plan.ahead) stage_ahead(mk_fed_of(in)->plan.ahead >> 1), in = under_way();
+#define AHEAD if (mk_fed_of(in)->plan.ahead) stage_ahead(mk_fed_of(in)->plan.ahead), in = under_way();
 X(mk_embed_run)
 X(mk_route_one_run, AHEAD)
 X(mk_route_pair_run, AHEAD)

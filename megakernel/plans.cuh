@@ -269,17 +269,16 @@ static uint8_t one_row(const mk_insn *in, const mk_plan *p, uint32_t stages)
 
 /* ROUTE with an EXPERT_UP behind it that reads what the logits were made of: then it is there before they are. maker: any GEMV by the vector and publication that it
  * makes. */
-static int stages_ahead(const mk_insn *route, const mk_insn *up, const mk_insn *const *maker)
+static int reads_alike(const mk_insn *route, const mk_insn *up, const mk_insn *const *maker)
 {
     const mk_wait *l = &route->wait[0];
     const mk_insn *m = l->pub < MK_EPOCH_STRIDE ? maker[(size_t)l->vec * MK_EPOCH_STRIDE + l->pub] : NULL;
-    return up->opcode == MK_OP_EXPERT_UP && m && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]);
+    return m && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]);
 }
 
-/* Key of the input of this worker's own router, if mk_stage_again can make EXPERT_UP's of it; 0: no. n: instructions before the ROUTE. */
-static uint32_t router_left(const mk_insn *route, const mk_plan *plan, uint32_t n)
+/* Key of the input of this worker's own router, if mk_stage_again can make EXPERT_UP's of it; 0: no. plan: of the ROUTE; n: instructions before it. */
+static uint32_t router_left(const mk_insn *route, const mk_insn *up, const mk_plan *plan, uint32_t n)
 {
-    const mk_insn *up = route + 1;
     for (uint32_t i = 1; i <= n && i <= 3; i++) {
         const mk_insn *m = route - i;
         if (m->opcode == MK_OP_GEMV && m->signal_vec == route->wait[0].vec && m->signal_pub == route->wait[0].pub)
@@ -287,6 +286,20 @@ static uint32_t router_left(const mk_insn *route, const mk_plan *plan, uint32_t 
                            m->gemv.param_off == up->expert.param_off && m->gemv.eps == up->expert.eps && mk_form(up->expert.wtype, 0) == MK_X_F16 ? (plan - i)->key : 0;
     }
     return 0;
+}
+
+/* An EXPERT_UP, n instructions after its queue's first, whose ROUTE stands before it or before the GEMV before it: what is staged of it beforehand. A GEMV of one row that sums up no
+ * squares stages its own input beside that, if there is room. plan: of the EXPERT_UP. */
+static void stages_ahead(const mk_insn *up, mk_plan *plan, uint32_t n, const mk_insn *const *maker)
+{
+    const uint32_t by = n >= 1 && (up - 1)->opcode == MK_OP_ROUTE ? 1 : n >= 2 && (up - 2)->opcode == MK_OP_ROUTE && (up - 1)->opcode == MK_OP_GEMV ? 2 : 0;
+    if (by == 2) {
+        mk_plan *p = plan - 1;
+        const uint32_t beside = (mk_staged_bytes(plan->x.k, plan->x.form) + 127) & ~127u;
+        if (!MK_IS_ONE(p->one) || p->x.prologue != MK_PRO_NONE || beside + mk_staged_bytes(p->x.k, p->x.form) > MK_STAGING) return;
+        p->beside = beside;
+    }
+    if (by && reads_alike(up - by, up, maker)) (plan - by)->ahead = by | router_left(up - by, up, plan - by, n - by) << 2;
 }
 
 #endif
