@@ -189,6 +189,7 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
        MK_ONE_DELTA = 0x7c, /* without f and z, with them of BF16, of FP8 */
        MK_ONE_ROUTE = 0x7f, /* a thread an expert, two */
        MK_ONE_ROUTER = 0x81 /* a GEMV of few rows: router.cuh. Of several rows of the batch as well: mk_plan.one says so */ };
+#define MK_TRACED      0x100u
 #define MK_ROUTER_ROWS 8u /* of weights, at most */
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
 #define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
@@ -199,15 +200,23 @@ typedef struct mk_places {
     alignas(16) const uint4 *in[3];
     uint4 *out;
     uint32_t epoch[3], out_epoch;
-    uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_* */
+    uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_*; with MK_TRACED where the step is */
     uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_* */
     uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item; MLA: the first ones of its first two */
 } mk_places;
+/* What thread 0 has noted of an instruction whose step is traced: low halves of the clock, 0: not seen. */
+typedef struct mk_trace_note {
+    alignas(16) uint32_t start;
+    uint32_t input, publish, end;
+    uint32_t weights; /* mk_trace_now.weights at its end */
+    uint32_t bytes, pad[2];
+} mk_trace_note;
 /* An instruction as the controller feeds it. */
 typedef struct mk_fed {
     alignas(16) mk_insn in;
     mk_plan plan;
     mk_places place;
+    mk_trace_note note;
 } mk_fed;
 
 /* One word of mk_gpu_args.map says what a packet carries: the vector's value that it begins with, how many, which word is its slice's trailer (3: none), the slice. */
@@ -291,17 +300,17 @@ typedef struct mk_memo {
     uint32_t chunk;         /* of a vector that does not fit the staging area */
     uint32_t parity;        /* of a gathered vector's sums of squares */
     uint32_t route_parity;  /* of the expert loader's barriers */
-    uint32_t n;             /* the instruction under way; MK_NO_INSN: none yet */
+    uint32_t n;             /* the instruction under way, with MK_N_TRACED where its step is; MK_NO_INSN: none yet */
 } mk_memo;
-#define MK_NO_INSN 0xffffffffu
+#define MK_NO_INSN  0xffffffffu
+#define MK_N_TRACED 0x80000000u
 
-/* What thread 0 has noted of the instruction under way, when its step is traced. */
+/* Of the step that is traced. */
 typedef struct mk_trace_now {
-    alignas(16) uint32_t input; /* low half of the clock, 0: not seen */
-    uint32_t weights, publish, bytes;
-    uint32_t start, base, high; /* start of the instruction, of the step; high half of the latter */
-    uint32_t on;    /* mk_step.trace; 0: nothing is noted */
-    uint32_t first; /* the worker's first record of a step */
+    uint32_t on;      /* mk_step.trace; 0: nothing is noted */
+    uint32_t base, high; /* halves of the clock at the step's begin. These three by the controller */
+    uint32_t weights; /* how long it has waited for weights, in all traced steps: it wraps */
+    uint32_t first;   /* the worker's first record of a step */
 } mk_trace_now;
 
 /* A worker's shared memory. The LOCAL vectors and the rings follow. */

@@ -52,7 +52,7 @@ MK_CALL void matrix_run(bool gemv)
 MK_CALL void stage_ahead(uint32_t ahead)
 {
     mk_shared *sh = mk_sh();
-    const uint32_t n = sh->memo[threadIdx.x / 32].n, up = n + (ahead & 3), left = ahead >> 2;
+    const uint32_t n = sh->memo[threadIdx.x / 32].n & ~MK_N_TRACED, up = n + (ahead & 3), left = ahead >> 2;
     const mk_fed *f = &sh->fed[up % MK_INSN_RING];
     if ((ahead & 3) > 1 && sh->step.nrows > 1) return; /* what stands between them stages several rows where this would be */
     while (!mk_mbar_try(mk_smem(&sh->insn_full[up % MK_INSN_RING]), up / MK_INSN_RING & 1)) {}
@@ -85,29 +85,33 @@ X(mk_schedule_run)
 #undef X
 #undef AHEAD
 
-/* The end of the instruction under way, if there is one, and the next. Nothing of it is kept over the instruction: it would be spilled. */
-MK_DEV const mk_insn *instruction(void)
+/* The instruction under way, if there is one, is done; the next, which is *what. Nothing of it is kept over the instruction: it would be spilled. The next one's barrier is
+ * asked for first, for its answer takes as long as the rest. */
+MK_DEV const mk_insn *instruction(uint32_t *what)
 {
     mk_shared *sh = mk_sh();
-    const uint32_t tid = mk_tid_now();
+    const uint32_t tid = mk_tid_now(), lane = tid % 32;
     mk_memo *memo = &sh->memo[tid / 32];
-    uint32_t n = memo->n;
-    if (n != MK_NO_INSN) {
-        const mk_dev d = mk_here_by(&sh->fed[n % MK_INSN_RING].in, tid);
-        mk_trace_end(&d);
-        __syncwarp();
-        if (tid == 0) mk_flag_set(&sh->current, 2 * n + 2);
-        if (mk_arrives(d.lane)) mk_mbar_arrive(mk_smem(&sh->insn_empty[n % MK_INSN_RING]));
+    const uint32_t last = memo->n, n = (last + 1) & ~MK_N_TRACED, slot = n % MK_INSN_RING; /* never MK_NO_INSN again; a whole number of laps */
+    const uint32_t full = mk_smem(sh->insn_full) + 8 * slot, parity = n / MK_INSN_RING & 1;
+    bool fed = mk_mbar_test(full, parity);
+    __syncwarp();
+    if (tid == 0 && last & MK_N_TRACED && last != MK_NO_INSN) {
+        mk_trace_note *t = &sh->fed[last % MK_INSN_RING].note;
+        t->end = mk_now_low();
+        t->weights = sh->trace.weights;
     }
-    n = (n + 1) & 0x7fffffffu; /* never MK_NO_INSN again; a whole number of laps */
-    while (!mk_mbar_try(mk_smem(&sh->insn_full[n % MK_INSN_RING]), n / MK_INSN_RING & 1)) {}
-    mk_dev d = mk_here_by(&sh->fed[n % MK_INSN_RING].in, tid);
-    __syncwarp();
-    if (d.lane == 0) memo->n = n;
+    if (tid == 0) mk_flag_set(&sh->current, 2 * last + 2);
+    if (mk_arrives(lane) && last != MK_NO_INSN) mk_mbar_arrive(mk_smem(sh->insn_empty) + 8 * (last % MK_INSN_RING));
+    while (__builtin_expect(!fed, 0)) fed = mk_mbar_try(full, parity);
+    mk_fed *f = &sh->fed[slot];
+    const uint32_t run = mk_uniform(f->place.run);
+    if (lane == 0) memo->n = run & MK_TRACED ? n | MK_N_TRACED : n;
     if (tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
-    mk_trace_begin(&d);
+    if (tid == 0 && run & MK_TRACED) f->note.start = mk_now_low();
     __syncwarp();
-    return d.in;
+    *what = run & ~MK_TRACED;
+    return &f->in;
 }
 
 /* This worker's queue ends with SCHEDULE. */
@@ -154,8 +158,8 @@ MK_DEV void compute(const mk_gpu_args *a)
     mk_phase_carry(a, false);
 #pragma unroll 1
     for (;;) {
-        const mk_insn *in = instruction();
-        const uint32_t what = mk_fed_of(in)->place.run;
+        uint32_t what;
+        const mk_insn *in = instruction(&what);
         if (MK_IS_ONE(what)) { /* most are */
             mk_gemv_one_run(in, what);
             continue;
@@ -279,7 +283,7 @@ MK_DEV void address(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32
     if (lane == 4) {
         uint32_t run = sh->step.nrows == 1 && f->plan.one ? f->plan.one : f->in.opcode;
         if (run == MK_ONE_NONE && mk_splits(sh->step.row[0].pos, f->in.mla.grain, f->in.mla.most) > 1) run = MK_OP_COMBINE;
-        f->place.run = run;
+        f->place.run = sh->step.trace ? run | MK_TRACED : run;
     }
     if (lane > 3) return;
     const mk_wait *w = &f->in.wait[lane < 3 ? lane : 0];
@@ -358,7 +362,7 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f
  * for, because every row of a layer's queries, keys and values is some item's. A COMBINE without work has read nothing, and who waits for its output waits for all items. */
 MK_DEV void pass_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f)
 {
-    if (f->place.run != MK_ONE_NONE) atomicAdd(a->counter + sh->vec[f->in.signal_vec].counter, 1u);
+    if ((f->place.run & ~MK_TRACED) != MK_ONE_NONE) atomicAdd(a->counter + sh->vec[f->in.signal_vec].counter, 1u);
     const uint32_t trace = sh->step.trace;
     if (!trace) return;
     const uint64_t now = mk_now();
@@ -368,20 +372,40 @@ MK_DEV void pass_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f)
     mk_packet_store(r + 1, 0, 0, 0, tag << 16 | k << 8 | 1);
 }
 
+/* The instruction in a slot is done: its record, if its step is traced. All lanes. noted: slots that have one, by bits; waited: for weights, up to the record before. */
+MK_DEV void trace_done(mk_shared *sh, uint32_t slot, uint32_t *noted, uint32_t *waited, uint32_t lane)
+{
+    if (!(*noted >> slot & 1)) return;
+    *noted &= ~(1u << slot);
+    const mk_trace_note *t = &sh->fed[slot].note;
+    const uint32_t weights = t->weights;
+    if (lane == 0) mk_trace_write(&sh->fed[slot].in, t->end, weights - *waited);
+    *waited = weights;
+    __syncwarp();
+}
+
 MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->queue[worker], end = a->queue[worker + 1];
     uint32_t fed = 0; /* instructions so far */
+    uint32_t noted = 0, waited = 0;
     mk_watch watch = {0, 0};
     const bool own = schedules(a);
     bool leave = first == end;
     uint4 next = leave ? make_uint4(0, 0, 0, 0) : fetch(a, first, lane); /* the next instruction, while this one or a step is waited for */
     for (uint32_t seq = MK_ONE_STEP ? sh->step.seq : 0; !leave; seq++) {
         /* the compute warps may still read the last descriptor */
-        for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++)
+        for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++) {
             await_done(a, sh, &watch, i, lane);
+            trace_done(sh, i % MK_INSN_RING, &noted, &waited, lane);
+        }
         if (MK_ONE_STEP ? !sh->step.nrows : !step_receive(a, sh, seq, lane, own)) break;
-        if (lane == 0) mk_flag_set(&sh->logits[seq & 3], (seq + 1) * 2 + (sh->step.any_logits != 0));
+        if (lane == 0) {
+            mk_flag_set(&sh->logits[seq & 3], (seq + 1) * 2 + (sh->step.any_logits != 0));
+            const uint64_t now = mk_now();
+            sh->trace.on = sh->step.trace;
+            sh->trace.base = (uint32_t)now, sh->trace.high = (uint32_t)(now >> 32);
+        }
         for (uint32_t i = first; i < end; i++, fed++) {
             uint32_t slot = fed % MK_INSN_RING;
             const uint4 part = next;
@@ -393,11 +417,12 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
                 if ((n & 15) == 15) leave = look_after(a, sh, &watch, lane);
             }
             if (leave) break;
+            trace_done(sh, slot, &noted, &waited, lane);
             if (lane < FETCHED) ((uint4 *)&sh->fed[slot])[lane] = part;
             __syncwarp();
             address(a, sh, &sh->fed[slot], lane);
             __syncwarp();
-            const uint32_t run = sh->fed[slot].place.run;
+            const uint32_t run = sh->fed[slot].place.run & ~MK_TRACED;
             bool idle = run == MK_ONE_COUNT || run == MK_ONE_NONE;
             if (run == MK_ONE_GQA || run == MK_ONE_MLA) idle = !attention_ahead(a, sh, &sh->fed[slot], lane);
             if (idle) {
@@ -408,6 +433,11 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             if (idle) continue;
             if (sh->fed[slot].in.opcode == MK_OP_DELTA_STEP) mk_delta_ahead(a, &sh->step, &sh->fed[slot], lane);
             if (lane == 0) mk_store_relaxed(a->position + worker, i - first);
+            if (sh->step.trace) {
+                if (lane < sizeof(mk_trace_note) / 4) ((uint32_t *)&sh->fed[slot].note)[lane] = 0;
+                noted |= 1u << slot;
+                __syncwarp();
+            }
             if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
         }
         if (MK_ONE_STEP) break;
@@ -654,6 +684,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
+        sh->trace.on = sh->trace.weights = 0;
         sh->trace.first = a.queue[blockIdx.x];
         memset(sh->memo, 0, sizeof sh->memo);
         for (uint32_t i = 0; i < MK_WARPS; i++) sh->memo[i].n = MK_NO_INSN;
