@@ -208,7 +208,8 @@ MK_DEV constexpr uint32_t mk_blocks_at_once(uint32_t form, uint32_t tiles, bool 
     return !one || tiles > 2 || form == MK_X_F32 ? 1 : tiles == 1 && form == MK_X_BF16 ? 4 : 2;
 }
 /* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what
- * stands at shared address x. cols: staged rows, `stride` bytes apart; planes follow at cols * stride. ONE: cols is 1.
+ * stands at shared address x, which says where in the staging area and so where its factors are. cols: staged rows, `stride` bytes apart; planes follow at cols * stride.
+ * ONE: cols is 1.
  * A taken branch costs a warp some 20 clocks, a barrier's answer 50: the next stage is asked for, and where its K block is worked out, before this one's is multiplied. */
 template <uint32_t FORM, uint32_t NT, bool ONE>
 MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift,
@@ -285,27 +286,26 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
         }
         if ((k += U * ways) >= end) next_stage();
 #pragma unroll
-        for (uint32_t u = 0; u < U; u++) {
-            if (FP8) {
-#pragma unroll
-                for (uint32_t j = 0; j < NT; j++) mk_tile_product_fp8(part[u][j], a[u][j], v[u][0], v[u][FP8]);
-                continue;
-            }
+        for (uint32_t u = 0; u < U; u++)
 #pragma unroll
             for (uint32_t j = 0; j < NT; j++) {
-                mk_mma_bf16_first(part[u][j], a[u][j], v[u][0].x, v[u][0].y);
-                mk_mma_bf16(part[u][j], a[u][j] + 4, v[u][0].z, v[u][0].w);
-                if (FORM != MK_X_F32) continue;
-                float more[MK_PLANES_F32 - 1][4];
-#pragma unroll
-                for (uint32_t p = 1; p < MK_PLANES_F32; p++) { /* planes side by side: one after the other they would wait for each other's sums */
-                    mk_mma_bf16_first(more[p - 1], a[u][j], v[u][p % X].x, v[u][p % X].y);
-                    mk_mma_bf16(more[p - 1], a[u][j] + 4, v[u][p % X].z, v[u][p % X].w);
+                if constexpr (FP8) {
+                    mk_tile_product_fp8(part[u][j], a[u][j], v[u][0], v[u][1]);
+                } else {
+                    mk_mma_bf16_first(part[u][j], a[u][j], v[u][0].x, v[u][0].y);
+                    mk_mma_bf16(part[u][j], a[u][j] + 4, v[u][0].z, v[u][0].w);
                 }
+                if constexpr (FORM == MK_X_F32) { /* planes side by side: one after the other they would wait for each other's sums */
+                    float more[MK_PLANES_F32 - 1][4];
 #pragma unroll
-                for (uint32_t i = 0; i < 4; i++) part[u][j][i] = __fadd_rn(part[u][j][i], __fadd_rn(more[0][i], more[1][i]));
+                    for (uint32_t p = 1; p < MK_PLANES_F32; p++) {
+                        mk_mma_bf16_first(more[p - 1], a[u][j], v[u][p].x, v[u][p].y);
+                        mk_mma_bf16(more[p - 1], a[u][j] + 4, v[u][p].z, v[u][p].w);
+                    }
+#pragma unroll
+                    for (uint32_t i = 0; i < 4; i++) part[u][j][i] = __fadd_rn(part[u][j][i], __fadd_rn(more[0][i], more[1][i]));
+                }
             }
-        }
         there = mk_mbar_test(slot->bar, slot->phase);
 #pragma unroll
         for (uint32_t u = 0; u < U; u++)

@@ -189,7 +189,7 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
        MK_ONE_DELTA = 0x7c, /* without f and z, with them of BF16, of FP8 */
        MK_ONE_ROUTE = 0x7f, /* a thread an expert, two */
        MK_ONE_ROUTER = 0x81 /* a GEMV of few rows: router.cuh. Of several rows of the batch as well: mk_plan.one says so */ };
-#define MK_TRACED      0x100u
+#define MK_TRACED      0x100u /* in mk_places.run, with any of these */
 #define MK_ROUTER_ROWS 8u /* of weights, at most */
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
 #define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
@@ -307,10 +307,10 @@ typedef struct mk_memo {
 
 /* Of the step that is traced. */
 typedef struct mk_trace_now {
-    uint32_t on;      /* mk_step.trace; 0: nothing is noted */
+    uint32_t on;         /* mk_step.trace; 0: nothing is noted */
     uint32_t base, high; /* halves of the clock at the step's begin. These three by the controller */
-    uint32_t weights; /* how long it has waited for weights, in all traced steps: it wraps */
-    uint32_t first;   /* the worker's first record of a step */
+    uint32_t weights;    /* how long thread 0 has waited for weights, in all traced steps: it wraps */
+    uint32_t first;      /* the worker's first record of a step */
 } mk_trace_now;
 
 /* A worker's shared memory. The LOCAL vectors and the rings follow. */

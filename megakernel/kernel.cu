@@ -388,7 +388,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->queue[worker], end = a->queue[worker + 1];
     uint32_t fed = 0; /* instructions so far */
-    uint32_t noted = 0, waited = 0;
+    uint32_t noted = 0, waited = 0; /* trace_done */
     mk_watch watch = {0, 0};
     const bool own = schedules(a);
     bool leave = first == end;

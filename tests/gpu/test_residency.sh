@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.." || exit 2
 OUT=${OUT:-$(mktemp -d)}
 MODEL=${MODEL:-tests/oracle/kimi_linear}
 S=$(mktemp -d)
-LD_PRELOAD=$PWD/$BUILD/tests/gpu/libcount_api.so COUNT_API=$S/count "$BUILD/mkd" --device "${DEVICE:-gpu}" --model "$MODEL" --socket-dir "$S" --context 2048 --streams 16 >"$S/out" 2>"$S/err" &
+LD_PRELOAD=$(realpath "$BUILD")/tests/gpu/libcount_api.so COUNT_API=$S/count "$BUILD/mkd" --device "${DEVICE:-gpu}" --model "$MODEL" --socket-dir "$S" --context 2048 --streams 16 >"$S/out" 2>"$S/err" &
 P=$!
 for _ in $(seq 600); do grep -qs ready "$S/out" && break; kill -0 $P 2>/dev/null || break; sleep 0.05; done
 cp "$S/count" "$S/before" 2>/dev/null
