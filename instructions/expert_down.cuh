@@ -166,8 +166,9 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
                 } else {
 #pragma unroll
                     for (uint32_t i = 0; i < NT; i++) {
-                        uint32_t a[4], b[4];
-                        mk_tile_product(part[i], w + 256 * i, rows, v0, a, b);
+                        uint32_t a[8];
+                        mk_tile_load(a, w + 256 * i, rows);
+                        mk_tile_product(part[i], a, v0);
                     }
 #pragma unroll
                     for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[i], 1, 1, n0, n1, chosen0, chosen1);

@@ -88,14 +88,17 @@ MK_DEV uint32_t mk_after(uint32_t at)
     return at;
 }
 
-/* A tile of 16 rows times a K block: part is its product. bf16: w: address of the tile's weights for ldmatrix; rows: of the segment; x: right operands. Leaves the weights
- * in a and b. */
-MK_DEV void mk_tile_product(float *part, uint32_t w, uint32_t rows, uint4 x, uint32_t *a, uint32_t *b)
+/* The weights of a tile of 16 rows and a K block, whose address for ldmatrix is `at`; rows: of the segment. */
+MK_DEV void mk_tile_load(uint32_t *w, uint32_t at, uint32_t rows)
 {
-    mk_ldmatrix(a, w);
-    mk_ldmatrix(b, w + 2 * rows * 16);
-    mk_mma_bf16_first(part, a, x.x, x.y);
-    mk_mma_bf16(part, b, x.z, x.w);
+    mk_ldmatrix(w, at);
+    mk_ldmatrix(w + 4, at + 2 * rows * 16);
+}
+/* Their product with right operands x: part. bf16. */
+MK_DEV void mk_tile_product(float *part, const uint32_t *w, uint4 x)
+{
+    mk_mma_bf16_first(part, w, x.x, x.y);
+    mk_mma_bf16(part, w + 4, x.z, x.w);
 }
 /* e4m3: w: the weights, 32 bytes of k and then the other 32; x0, x1: right operands of each. An mma.sync takes the four values of a word: which k it takes together is
  * its own affair. */
@@ -121,10 +124,7 @@ template <uint32_t NT> struct mk_fp8_tiles {
 template <uint32_t NT> MK_DEV void mk_fp8_load(mk_fp8_tiles<NT> *t, uint32_t w, uint32_t rows, uint32_t scales, const uint32_t *c)
 {
 #pragma unroll
-    for (uint32_t j = 0; j < NT; j++) {
-        mk_ldmatrix(t->w[j], w + 256 * j);
-        mk_ldmatrix(t->w[j] + 4, w + 256 * j + 2 * rows * 16);
-    }
+    for (uint32_t j = 0; j < NT; j++) mk_tile_load(t->w[j], w + 256 * j, rows);
 #pragma unroll
     for (uint32_t i = 0; i < 2 * NT; i++) t->f[i] = mk_lds(scales + c[i]);
 #pragma unroll
@@ -254,10 +254,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
             has[u] = !u || k + u * ways < end;
             const uint32_t to = has[u] ? u * ways : 0, wu = w + to * kb_bytes, xu = xk + to * VALUES;
 #pragma unroll
-            for (uint32_t j = 0; j < NT; j++) {
-                mk_ldmatrix(a[u][j], wu + 256 * j);
-                mk_ldmatrix(a[u][j] + 4, wu + 256 * j + 2 * rows * 16);
-            }
+            for (uint32_t j = 0; j < NT; j++) mk_tile_load(a[u][j], wu + 256 * j, rows);
             if (FP8) {
                 const uint32_t scale = stage + (k + to >> shift) * y->scale_row;
                 v[u][0] = mk_ldx_f16(xu), v[u][1] = mk_ldx_f16(xu + 64);
@@ -280,7 +277,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
 #pragma unroll
             for (uint32_t j = 0; j < NT; j++)
 #pragma unroll
-                for (uint32_t i = 0; i < 8; i++) asm volatile("" : "+r"(a[u][j][i]));
+                for (uint32_t i = 0; i < 8; i++) mk_keep(&a[u][j][i]);
 #pragma unroll
             for (uint32_t i = 0; FP8 && i < 2 * NT; i++) asm volatile("" : "+f"(f[u][i]));
         }
@@ -289,19 +286,14 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
         for (uint32_t u = 0; u < U; u++)
 #pragma unroll
             for (uint32_t j = 0; j < NT; j++) {
-                if constexpr (FP8) {
+                if constexpr (FP8)
                     mk_tile_product_fp8(part[u][j], a[u][j], v[u][0], v[u][1]);
-                } else {
-                    mk_mma_bf16_first(part[u][j], a[u][j], v[u][0].x, v[u][0].y);
-                    mk_mma_bf16(part[u][j], a[u][j] + 4, v[u][0].z, v[u][0].w);
-                }
+                else
+                    mk_tile_product(part[u][j], a[u][j], v[u][0]);
                 if constexpr (FORM == MK_X_F32) { /* planes side by side: one after the other they would wait for each other's sums */
                     float more[MK_PLANES_F32 - 1][4];
 #pragma unroll
-                    for (uint32_t p = 1; p < MK_PLANES_F32; p++) {
-                        mk_mma_bf16_first(more[p - 1], a[u][j], v[u][p].x, v[u][p].y);
-                        mk_mma_bf16(more[p - 1], a[u][j] + 4, v[u][p].z, v[u][p].w);
-                    }
+                    for (uint32_t p = 1; p < MK_PLANES_F32; p++) mk_tile_product(more[p - 1], a[u][j], v[u][p]);
 #pragma unroll
                     for (uint32_t i = 0; i < 4; i++) part[u][j][i] = __fadd_rn(part[u][j][i], __fadd_rn(more[0][i], more[1][i]));
                 }
