@@ -55,8 +55,12 @@ MK_CALL void stage_ahead(uint32_t ahead)
     const uint32_t n = sh->memo[threadIdx.x / 32].n & ~MK_N_TRACED, up = n + (ahead & 3), left = ahead >> 2;
     const mk_fed *f = &sh->fed[up % MK_INSN_RING];
     if ((ahead & 3) > 1 && sh->step.nrows > 1) return; /* what stands between them stages several rows where this would be */
-    while (!mk_mbar_try(mk_smem(&sh->insn_full[up % MK_INSN_RING]), up / MK_INSN_RING & 1)) {}
-    if (f->in.opcode != MK_OP_EXPERT_UP || f->place.run == MK_OP_LEAVE) return; /* to be left at once */
+#pragma unroll 1
+    for (uint32_t i = n + 1; i <= up; i++) { /* each: nothing is fed behind the word to leave */
+        while (!mk_mbar_try(mk_smem(&sh->insn_full[i % MK_INSN_RING]), i / MK_INSN_RING & 1)) {}
+        if (sh->fed[i % MK_INSN_RING].place.run == MK_OP_LEAVE) return; /* to be left at once */
+    }
+    if (f->in.opcode != MK_OP_EXPERT_UP) return;
     if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * up + 1); /* should it be waited for, for ever, say so */
     const mk_memo *memo = &sh->memo[threadIdx.x / 32];
     if (left && sh->step.nrows == 1 && memo->staged == left && memo->step == sh->step.seq)
@@ -402,9 +406,11 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
         if (MK_ONE_STEP ? !sh->step.nrows : !step_receive(a, sh, seq, lane, own)) break;
         if (lane == 0) {
             mk_flag_set(&sh->logits[seq & 3], (seq + 1) * 2 + (sh->step.any_logits != 0));
-            const uint64_t now = mk_now();
             sh->trace.on = sh->step.trace;
-            sh->trace.base = (uint32_t)now, sh->trace.high = (uint32_t)(now >> 32);
+            if (sh->step.trace) {
+                const uint64_t now = mk_now();
+                sh->trace.base = (uint32_t)now, sh->trace.high = (uint32_t)(now >> 32);
+            }
         }
         for (uint32_t i = first; i < end; i++, fed++) {
             uint32_t slot = fed % MK_INSN_RING;
