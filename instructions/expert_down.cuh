@@ -526,6 +526,8 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     const uint32_t red = mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
     uint32_t part = mk_part_at(red, n, at), sums = red + 4 * i;
     mk_keep(&part), mk_keep(&sums);
+    if (f->place.run & MK_AWAITS) /* the sum of others is in LOCAL memory then, and the static ring is the compute warps' again */
+        while (!mk_mbar_try(mk_smem(&sh->aside_done), f->place.run & MK_LAP ? 1 : 0)) {}
 
 #pragma unroll 1
     for (uint32_t j = d->warp, row = staged + j * stride; j < experts;) {

@@ -17,8 +17,14 @@ void mk_trace_add(mk_trace_share *s, const mk_wire_trace_record *r)
     s->publish += publish;
     s->compute += left - publish - weights;
     s->bytes += r->bytes;
+    s->aside += r->rows & MK_WIRE_TRACE_ASIDE ? 1 : 0;
 }
 
+/* Beside its worker's queue. */
+static int is_aside(const mk_wire_trace_record *x)
+{
+    return (x->rows & MK_WIRE_TRACE_ASIDE) != 0;
+}
 static const mk_wire_trace_record *record(const mk_client_trace *t, uint32_t k, uint32_t i)
 {
     return &t->record[(size_t)k * t->about.instructions + i];
@@ -132,7 +138,10 @@ static int critical_path(mk_trace_report *r, uint32_t k, const publisher *p, uin
     while (s->n_path < total) {
         const mk_wire_trace_record *x = record(t, k, i);
         uint64_t ready = x->start + x->input, when, from = x->start;
-        uint32_t j = last_publisher(r, p, n, k, i, &when), before = i && t->insn[i - 1].worker == t->insn[i].worker ? i - 1 : total;
+        uint32_t j = last_publisher(r, p, n, k, i, &when), before = i;
+        do
+            before = before && t->insn[before - 1].worker == t->insn[i].worker ? before - 1 : total;
+        while (before < total && is_aside(record(t, k, before)));
         if (j < total && when > x->start)
             from = when < ready ? when : ready;
         else
@@ -176,10 +185,11 @@ static void sum_step(mk_trace_report *r, uint32_t k)
         if (i == r->schedule) {
             x.publish = 0;
             s->end = x.start + x.end;
-            s->rows = x.rows;
+            s->rows = x.rows & ~MK_WIRE_TRACE_ASIDE;
         }
         if (x.start < s->begin) s->begin = x.start;
-        mk_trace_add(&s->all, &x);
+        if (!is_aside(&x)) mk_trace_add(&s->all, &x);
+        s->all.bytes += is_aside(&x) ? x.bytes : 0;
         mk_trace_add(&r->share[r->key[i]], &x);
     }
 }
@@ -268,7 +278,7 @@ void mk_trace_print(const mk_trace_report *r, FILE *f)
     if (!order) return;
     for (uint32_t c = 0; c < r->n_class; c++) order[c] = c;
     fprintf(f,
-            "a mean worker's step in us, by what is published; mean: of one instruction; GB/s: all workers, while not waiting for input\n"
+            "a mean worker's step in us, by what is published; mean: of one instruction; GB/s: all workers, while not waiting for input; *: beside the queue\n"
             "%-26s %6s %9s %9s %9s %9s %9s %8s %9s %8s\n",
             "", "count", "total", "input", "weights", "compute", "publish", "mean us", "MB", "GB/s");
     sort_by = r->share;
@@ -277,7 +287,9 @@ void mk_trace_print(const mk_trace_report *r, FILE *f)
     for (uint32_t q = 0; q < r->n_class; q++) {
         const mk_trace_share *s = &r->share[order[q]];
         const double total = (double)time_of(s);
-        fprintf(f, "%-26s %6.0f %9.1f %9.1f %9.1f %9.1f %9.1f %8.2f %9.2f %8.0f\n", r->name[order[q]], (double)s->count / steps, total / per,
+        char name[48];
+        snprintf(name, sizeof name, "%s%s", r->name[order[q]], s->aside ? " *" : "");
+        fprintf(f, "%-26s %6.0f %9.1f %9.1f %9.1f %9.1f %9.1f %8.2f %9.2f %8.0f\n", name, (double)s->count / steps, total / per,
                 (double)s->input / per, (double)s->weights / per, (double)s->compute / per, (double)s->publish / per,
                 total / 1e3 / (double)s->count, (double)s->bytes / 1e6 / steps, gb_s(s->bytes, (total - (double)s->input) / workers));
     }
@@ -348,6 +360,10 @@ static void write_instruction(const mk_trace_report *r, uint32_t k, uint32_t i, 
     span(f, "publish", track, done, done + s.publish);
 }
 
+static uint32_t aside_track(const mk_client_trace *t, uint32_t worker)
+{
+    return t->about.workers + 1 + worker; /* behind the critical path's */
+}
 int mk_trace_write(const mk_trace_report *r, const mk_client_info *what, FILE *f)
 {
     const mk_client_trace *t = r->t;
@@ -367,8 +383,17 @@ int mk_trace_write(const mk_trace_report *r, const mk_client_info *what, FILE *f
         else
             fprintf(f, "critical path\"}}");
     }
+    for (uint32_t i = 0, last = NONE; i < t->about.instructions; i++) {
+        const uint32_t w = t->insn[i].worker;
+        for (uint32_t k = 0; k < t->about.steps && w != last; k++) {
+            if (!is_aside(record(t, k, i))) continue;
+            fprintf(f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":1,\"tid\":%u,\"args\":{\"name\":\"beside worker %u\"}}", aside_track(t, w), w);
+            last = w;
+        }
+    }
     for (uint32_t k = 0; k < t->about.steps; k++) {
-        for (uint32_t i = 0; i < t->about.instructions; i++) write_instruction(r, k, i, t->insn[i].worker, zero, f);
+        for (uint32_t i = 0; i < t->about.instructions; i++)
+            write_instruction(r, k, i, is_aside(record(t, k, i)) ? aside_track(t, t->insn[i].worker) : t->insn[i].worker, zero, f);
         for (uint32_t q = 0; q < r->step[k].n_path; q++) { /* from its input on; before that the path is elsewhere */
             uint32_t i = r->step[k].path[q];
             const mk_wire_trace_record *x = record(t, k, i);

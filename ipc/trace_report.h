@@ -6,9 +6,10 @@
 
 #include <stdio.h>
 
-/* Nanoseconds of all workers in one step or one class of instructions. compute + publish + weights + input is the time in instructions. */
+/* Nanoseconds of all workers in one step or one class of instructions. compute + publish + weights + input is the time in instructions. aside: those beside the queues, which are no
+ * part of a step's time. */
 typedef struct mk_trace_share {
-    uint64_t count, input, weights, compute, publish, bytes;
+    uint64_t count, input, weights, compute, publish, bytes, aside;
 } mk_trace_share;
 void mk_trace_add(mk_trace_share *s, const mk_wire_trace_record *r);
 
@@ -35,7 +36,7 @@ int mk_trace_report_new(const mk_client_trace *t, mk_trace_report **r, mk_err *e
 void mk_trace_report_free(mk_trace_report **r);
 
 void mk_trace_print(const mk_trace_report *r, FILE *f);
-/* JSON of the Chrome trace event format: a track a worker, one more for the critical path. `what`: model, device and build, for people. */
+/* JSON of the Chrome trace event format: a track a worker, one more for the critical path, and one for each worker that has had instructions beside its queue. `what`: model, device and build, for people. */
 int mk_trace_write(const mk_trace_report *r, const mk_client_info *what, FILE *f);
 
 #endif

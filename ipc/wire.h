@@ -275,8 +275,9 @@ typedef struct mk_wire_trace_record {
     uint32_t publish; /* when its publication began; 0: not told apart */
     uint32_t end;
     uint32_t bytes;   /* of weights, cache and state that it read */
-    uint32_t rows;    /* of the step */
+    uint32_t rows;    /* of the step, with MK_WIRE_TRACE_ASIDE */
 } mk_wire_trace_record;
+#define MK_WIRE_TRACE_ASIDE 0x80u /* beside the worker's queue, by warps of their own: no part of its time */
 
 typedef struct mk_wire_trace_records {
     uint32_t step, first, n; /* step of the trace, from 0; instructions first .. first + n - 1 */

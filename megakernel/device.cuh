@@ -17,7 +17,13 @@
 #define MK_WARP_STATIC    (MK_WARPS + 1) /* streams the static tape */
 #define MK_WARP_EXPERT    (MK_WARPS + 2) /* streams the chosen experts' slices */
 #define MK_WARP_COURIER   (MK_WARPS + 3) /* goes to the host for SCHEDULE */
-#define MK_THREADS        (MK_COMPUTE + 4 * 32) 
+#define MK_WARP_ASIDE     (MK_WARPS + 4) /* the first of those that do GEMVs aside: aside.cuh */
+#define MK_ASIDES         4u
+#define MK_THREADS        (MK_COMPUTE + (4 + MK_ASIDES) * 32)
+/* Registers of a thread, together all that an SM has. nvcc keeps a role to them, but not the functions that it calls: mk_schedule_next, the courier's, uses 97 */
+#define MK_REGS_COMPUTE   168
+#define MK_REGS_HELPER    104
+#define MK_REGS_ASIDE     72
 
 /* A stage: the scales of its whole segment, which are few, then its weights: whole K blocks of the segment. */
 #define MK_MOST_SCALES    1024u
@@ -28,6 +34,7 @@
 #define MK_PACE           2u     /* stages of the static ring under way at once before a segment's product has begun: kernel.cu, feed_segment */
 #define MK_STAGED_VALUES  2304u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
 #define MK_STAGING        (MK_MAX_ROWS * (MK_STAGED_VALUES * 2 + 64)) /* 32 of them: mk_row_stride; attention needs the others */
+#define MK_UPPER          19200u /* its upper part begins there: of those aside, in a step of one row */
 #define MK_STAGED_BLOCKS  (MK_STAGING / 128)                          /* of 64 values */
 #define MK_TILE_BYTES     1024u /* a chunk of 64 rows: ldmatrix may read as far, however few rows there are */
 #define MK_INSN_RING      4u
@@ -38,6 +45,7 @@
 #define MK_MAX_PIECES     (8 * MK_COMPUTE) /* of the LM head */
 #define MK_RED_FLOATS     4864u /* of partial sums */
 #define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
+#define MK_ASIDE_ROWS     32u  /* of weights, at most */
 #define MK_DELTA_RANK     128u /* of f and z in DELTA_STEP, where they have one */
 #define MK_STEP_RING      8u
 #define MK_NEAR_SLOTS     8u /* streams that SCHEDULE keeps in shared memory */
@@ -160,18 +168,19 @@ typedef struct mk_plan {
     uint8_t head_shift;       /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
     uint8_t dealt;            /* EXPERT_UP, LM_HEAD: one row is gathered as its packets are dealt; EXPERT_DOWN: its pairs are gathered at once */
     uint32_t beside;          /* a GEMV of one row between ROUTE and EXPERT_UP: bytes of staged input, EXPERT_UP's, that it leaves alone */
-    uint32_t end;             /* MK_END_*; the gate's word in its packet << 8 */
+    uint32_t end;             /* MK_END_*; the gate's word in its packet << 8. EXPERT_DOWN: MK_END_ASIDE */
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
     uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
     uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
     union {
-        uint32_t ahead;       /* ROUTE: how many instructions further the EXPERT_UP is whose input can be staged while the logits are waited for, 1 or 2, | key << 2 of the
-                                 input that it can be made of; 0: it cannot */
+        uint32_t ahead;       /* ROUTE: how many instructions further the EXPERT_UP is whose input can be staged while the logits are waited for, 1 or 2, 3: 1 in a step of one
+                                 row alone, | key << 2 of the input that it can be made of; 0: it cannot */
         uint64_t tape;        /* DELTA_STEP: its segments, in the tape region */
     };
 } mk_plan;
 static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
-enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32 };
+enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32,
+       MK_END_ASIDE = 64 /* in a step of one row it is not the compute warps'; EXPERT_DOWN: it adds the result of one that is not */ };
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, pro) (0x40u | (f32) | (form) << 1 | (pro) << 3)
 #define MK_IS_ONE(run) ((run) - 0x40u < 0x30u)
@@ -189,7 +198,10 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
        MK_ONE_DELTA = 0x7c, /* without f and z, with them of BF16, of FP8 */
        MK_ONE_ROUTE = 0x7f, /* a thread an expert, two */
        MK_ONE_ROUTER = 0x81 /* a GEMV of few rows: router.cuh. Of several rows of the batch as well: mk_plan.one says so */ };
-#define MK_TRACED      0x100u /* in mk_places.run, with any of these */
+/* In mk_places.run, with any of these. */
+#define MK_TRACED      0x100u
+#define MK_AWAITS      0x200u /* EXPERT_DOWN: a GEMV aside */
+#define MK_LAP         0x400u /* and its parity */
 #define MK_ROUTER_ROWS 8u /* of weights, at most */
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
 #define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
@@ -201,7 +213,7 @@ typedef struct mk_places {
     uint4 *out;
     uint32_t epoch[3], out_epoch;
     uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_*; with MK_TRACED where the step is */
-    uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_* */
+    uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_*. GEMV aside: per: the ROUTE before it, counted as they are fed */
     uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item; MLA: the first ones of its first two */
 } mk_places;
 /* What thread 0 has noted of an instruction whose step is traced: low halves of the clock, 0: not seen. */
@@ -324,6 +336,7 @@ typedef struct mk_shared {
     alignas(16) mk_vec vec[MK_MAX_VEC];
     uint16_t start[MK_MAX_START];
     mk_fed fed[MK_INSN_RING];
+    mk_fed aside; /* a GEMV */
     alignas(16) mk_step step;
     mk_gpu_args args; /* for functions that are not inlined */
     float2 angle[MK_ANGLES]; /* of the attention that is next, in a step of one row: by the controller */
@@ -334,6 +347,7 @@ typedef struct mk_shared {
     uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
     uint64_t full[2][MK_STATIC_STAGES], empty[2][MK_STATIC_STAGES]; /* by ring */
     uint64_t route_full, route_empty;
+    uint64_t aside_full, aside_done;
     volatile uint32_t logits[4]; /* of step s, in [s & 3]: (s + 1) * 2 + any_logits */
     uint32_t draw_met;           /* meetings so far */
     volatile uint32_t leave;     /* loaders, courier: stop */
@@ -347,7 +361,7 @@ typedef struct mk_shared {
     uint32_t active[MK_NEAR_SLOTS];
     mk_submit near_entry;
     /* for the controller, who watches over the waits of hot loops */
-    alignas(16) uint4 waiting[MK_WARPS]; /* packet that a warp waits for: wait + 1 (0: none), row, packet, what is there */
+    alignas(16) uint4 waiting[MK_THREADS / 32]; /* packet that a warp waits for: wait + 1 (0: none), row, packet, what is there */
     volatile uint32_t current;           /* instructions begun * 2, less 1 while one is under way */
     volatile uint32_t stage_kind;        /* enum mk_fault_kind of the last stage that was not there at once */
     volatile uint32_t aborted;

@@ -382,6 +382,13 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             s->lm_head = (uint8_t)lm;
             rc = plan_of(g, in, s, &keys, &plan[k], err);
         }
+        for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
+            const uint32_t down = aside_of(insn, plan, queue[w], k, queue[w + 1]);
+            if (!down) continue;
+            plan[k].end |= MK_END_ASIDE;
+            plan[down].end |= MK_END_ASIDE;
+            if ((plan[k - 1].ahead & 3) == 2) plan[k - 1].ahead |= 3; /* EXPERT_UP is the next that compute warps are fed */
+        }
         first[w + 1] = n_seg;
         efirst[w + 1] = n_expert;
     }

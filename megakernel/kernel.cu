@@ -5,12 +5,14 @@
  *   static       streams the worker's tape into its ring, over instruction, layer and step boundaries
  *   expert       waits for the route of a layer, then streams the slices that fall to this worker
  *   courier      on SCHEDULE's worker: looks for what the host says (instructions/schedule.cuh)
+ *   aside        four warps for a GEMV beside the queue (instructions/aside.cuh)
  *
  * On abort every wait falls through; the compute warps finish what they were fed (with what is there: rows of an aborted step are void)
  * and leave together, because it is the controller who tells them to. */
 #include "megakernel/kernel.h"
 #include "megakernel/phased.cuh"
 
+#include "instructions/aside.cuh"
 #include "instructions/combine.cuh"
 #include "instructions/delta_step.cuh"
 #include "instructions/embed.cuh"
@@ -52,9 +54,9 @@ MK_CALL void matrix_run(bool gemv)
 MK_CALL void stage_ahead(uint32_t ahead)
 {
     mk_shared *sh = mk_sh();
-    const uint32_t n = sh->memo[threadIdx.x / 32].n & ~MK_N_TRACED, up = n + (ahead & 3), left = ahead >> 2;
+    const uint32_t n = sh->memo[threadIdx.x / 32].n & ~MK_N_TRACED, nrows = sh->step.nrows, left = ahead >> 2, up = n + ((ahead & 3) == 3 ? 1 : ahead & 3);
     const mk_fed *f = &sh->fed[up % MK_INSN_RING];
-    if ((ahead & 3) > 1 && sh->step.nrows > 1) return; /* what stands between them stages several rows where this would be */
+    if ((ahead & 3) > 1 && nrows > 1) return; /* what stands between them stages several rows where this would be */
 #pragma unroll 1
     for (uint32_t i = n + 1; i <= up; i++) { /* each: nothing is fed behind the word to leave */
         while (!mk_mbar_try(mk_smem(&sh->insn_full[i % MK_INSN_RING]), i / MK_INSN_RING & 1)) {}
@@ -63,7 +65,7 @@ MK_CALL void stage_ahead(uint32_t ahead)
     if (f->in.opcode != MK_OP_EXPERT_UP) return;
     if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * up + 1); /* should it be waited for, for ever, say so */
     const mk_memo *memo = &sh->memo[threadIdx.x / 32];
-    if (left && sh->step.nrows == 1 && memo->staged == left && memo->step == sh->step.seq)
+    if (left && nrows == 1 && memo->staged == left && memo->step == sh->step.seq)
         mk_stage_again(&f->in);
     else
         mk_stage_input(&f->in, true, 0, f->plan.x.k);
@@ -114,7 +116,7 @@ MK_DEV const mk_insn *instruction(uint32_t *what)
     if (tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
     if (tid == 0 && run & MK_TRACED) f->note.start = mk_now_low();
     __syncwarp();
-    *what = run & ~MK_TRACED;
+    *what = run & 0xff;
     return &f->in;
 }
 
@@ -250,9 +252,10 @@ MK_DEV bool look_after(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_
         w->since = t;
     } else if (lane == 0 && t - w->since >= a->timeout_ns && !aborted) {
         const mk_insn *in = &sh->fed[n / 2 % MK_INSN_RING].in;
-        for (uint32_t i = 0; i < MK_WARPS && in->opcode != MK_OP_SCHEDULE; i++) {
+        for (uint32_t i = 0; i < MK_THREADS / 32 && in->opcode != MK_OP_SCHEDULE; i++) {
             const uint4 q = sh->waiting[i];
             if (!q.x) continue;
+            if (i >= MK_WARP_ASIDE) in = &sh->aside.in; /* EXPERT_DOWN waits for it */
             const mk_wait *wait = &in->wait[q.x - 1];
             const mk_vec *v = &sh->vec[wait->vec];
             if (v->scope == MK_BULK)
@@ -388,11 +391,27 @@ MK_DEV void trace_done(mk_shared *sh, uint32_t slot, uint32_t *noted, uint32_t *
     __syncwarp();
 }
 
+/* A GEMV that is done aside, the one before it being done. All lanes. at: in the queue; fed: instructions before it. */
+MK_DEV void hand_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f, uint32_t at, uint32_t fed, uint32_t lane)
+{
+#pragma unroll 1
+    for (uint32_t k = lane; k < sizeof(mk_fed) / 16; k += 32) ((uint4 *)&sh->aside)[k] = ((const uint4 *)f)[k];
+    __syncwarp();
+    if (lane == 0) {
+        sh->aside.place.per = fed - (sh->fed[(fed - 1) % MK_INSN_RING].in.opcode == MK_OP_ROUTE ? 1 : 2); /* or behind EXPERT_UP, which comes behind it */
+        memset(&sh->aside.note, 0, sizeof sh->aside.note);
+        mk_store_relaxed(a->position + blockIdx.x, at);
+    }
+    __syncwarp();
+    if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_full));
+}
+
 MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->queue[worker], end = a->queue[worker + 1];
     uint32_t fed = 0; /* instructions so far */
     uint32_t noted = 0, waited = 0; /* trace_done */
+    uint32_t asides = 0;            /* handed over so far */
     mk_watch watch = {0, 0};
     const bool own = schedules(a);
     bool leave = first == end;
@@ -429,11 +448,23 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             address(a, sh, &sh->fed[slot], lane);
             __syncwarp();
             const uint32_t run = sh->fed[slot].place.run & ~MK_TRACED;
+            const bool aside = !MK_ONE_STEP && sh->step.nrows == 1 && sh->fed[slot].plan.end & MK_END_ASIDE;
             bool idle = run == MK_ONE_COUNT || run == MK_ONE_NONE;
             if (run == MK_ONE_GQA || run == MK_ONE_MLA) idle = !attention_ahead(a, sh, &sh->fed[slot], lane);
             if (idle) {
                 if (lane == 0) pass_over(a, sh, &sh->fed[slot]);
                 fed--; /* the slot is free still */
+            }
+            if (aside && run != MK_OP_GEMV && MK_IS_ONE(run)) {
+                for (uint32_t n = 0; asides && !leave && !__all_sync(0xffffffffu, mk_mbar_try(mk_smem(&sh->aside_done), asides - 1 & 1)); n++)
+                    if ((n & 15) == 15) leave = look_after(a, sh, &watch, lane);
+                if (leave) break;
+                hand_over(a, sh, &sh->fed[slot], i - first, fed, lane);
+                asides++;
+                idle = true;
+                fed--;
+            } else if (aside && asides && lane == 0) {
+                sh->fed[slot].place.run |= MK_AWAITS | (asides - 1 & 1 ? MK_LAP : 0);
             }
             __syncwarp();
             if (idle) continue;
@@ -456,6 +487,10 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     }
     __syncwarp();
     if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
+    while (asides && !mk_mbar_try(mk_smem(&sh->aside_done), asides - 1 & 1)) {}
+    if (lane == 0) sh->aside.place.run = MK_OP_LEAVE;
+    __syncwarp();
+    if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_full));
     for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING + 1; MK_ONE_STEP && i < fed; i++) /* somebody has to watch over the last ones */
         await_done(a, sh, &watch, i, lane);
 }
@@ -685,6 +720,8 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         }
         mk_mbar_init(&sh->route_full, MK_ARRIVALS);
         mk_mbar_init(&sh->route_empty, 1);
+        mk_mbar_init(&sh->aside_full, MK_ARRIVALS);
+        mk_mbar_init(&sh->aside_done, MK_ASIDES * MK_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
         sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
@@ -706,12 +743,17 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
     __syncthreads();
 
     if (warp < MK_WARPS) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MK_REGS_COMPUTE));
         compute(&a);
         if (a.local_image) {
             mk_sync();
             local_copy(a.local_image + (size_t)blockIdx.x * a.local_bytes, mk_local_memory(&a), a.local_bytes);
         }
+    } else if (warp >= MK_WARP_ASIDE) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MK_REGS_ASIDE));
+        if (!MK_ONE_STEP) mk_aside(sh, warp - MK_WARP_ASIDE, threadIdx.x % 32);
     } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MK_REGS_HELPER));
         if (warp == MK_WARP_CONTROL) {
             control(&a, sh);
         } else if (warp == MK_WARP_COURIER) {

@@ -183,7 +183,7 @@ static int whole_plans(const mk_program *p, const mk_insn *insn, uint32_t n, mk_
 /* Whether enough others come between partial k and the one before it in its queue, which begins with instruction `first`. With one less than a controller is ahead at most, that one is done when this one is
  * looked at, and what the controller left for it is not needed any more. With as many, the first of them is done, too, and it waited, if not itself, for somebody who did, for
  * all partials of its layer: a worker without an item may count at once, no counter will thereby say that a publication is complete which is not. */
-static int spaced(const mk_insn *insn, uint32_t first, uint32_t k)
+static int spaced(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint32_t k)
 {
     const int always = insn[k].opcode == MK_OP_GQA_PARTIAL && insn[k].gqa.part < insn[k].gqa.kv_heads; /* it has an item in any case */
     for (uint32_t since = always ? 1 : 0; k > first && since < MK_INSN_RING; k--)
@@ -193,7 +193,7 @@ static int spaced(const mk_insn *insn, uint32_t first, uint32_t k)
         case MK_OP_KV_APPEND:
         case MK_OP_GQA_APPEND:
         case MK_OP_COMBINE: break;
-        default: since++; break;
+        default: since += !(plan[k - 1].end & MK_END_ASIDE); break;
         }
     return 1;
 }
@@ -218,13 +218,13 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t 
         for (uint32_t k = 0, q = 0; k < n; k++) {
             const mk_insn *in = &insn[k];
             while (queue[q + 1] <= k) q++;
-            if (in->opcode == MK_OP_MLA_PARTIAL && spaced(insn, queue[q], k)) {
+            if (in->opcode == MK_OP_MLA_PARTIAL && spaced(insn, plan, queue[q], k)) {
                 plan[k].one = MK_ONE_MLA;
                 plan[k].whole.vec = MK_NONE;
                 plan[k].map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * p->vec[in->wait[0].vec].slice_packets;
                 continue;
             }
-            if (in->opcode != MK_OP_GQA_PARTIAL || in->wait[1].pub >= MK_EPOCH_STRIDE || !spaced(insn, queue[q], k)) continue;
+            if (in->opcode != MK_OP_GQA_PARTIAL || in->wait[1].pub >= MK_EPOCH_STRIDE || !spaced(insn, plan, queue[q], k)) continue;
             writer *w = &all[(size_t)in->wait[1].vec * MK_EPOCH_STRIDE + in->wait[1].pub];
             const mk_insn *app = &insn[w->insn];
             if (w->n != p->vec[in->wait[1].vec].signals) continue;
@@ -300,6 +300,24 @@ static void stages_ahead(const mk_insn *up, mk_plan *plan, uint32_t n, const mk_
         p->beside = beside;
     }
     if (by && reads_alike(up - by, up, maker)) (plan - by)->ahead = by | router_left(up - by, up, plan - by, n - by) << 2;
+}
+
+/* The DOWN of the same layer that adds what a GEMV leaves in LOCAL memory, if that can be done aside in steps of one row: it is the shared expert's way down, stands behind ROUTE or
+ * EXPERT_UP, and what compute warps stage meanwhile leaves the upper part of the staging area alone. 0: it is theirs. k: the GEMV; [first, end): its queue. */
+static uint32_t aside_of(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint32_t k, uint32_t end)
+{
+    const mk_insn *in = &insn[k];
+    const mk_plan *p = &plan[k];
+    if (in->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || p->f32 || p->x.prologue != MK_PRO_NONE || k == first || k + 1 >= end) return 0;
+    if (!(p->end & MK_END_TO_LOCAL) || p->end & (MK_END_SILU | MK_END_FROM_LOCAL) || p->tile.rows > MK_ASIDE_ROWS || p->tile.nst % MK_GROUPS || p->tile.nst > MK_STATIC_STAGES) return 0;
+    if (mk_staged_bytes(p->x.k, p->x.form) + 128 + 4 * MK_WARPS * MK_ASIDE_ROWS > MK_STAGING - MK_UPPER) return 0;
+    const int early = insn[k - 1].opcode == MK_OP_ROUTE; /* EXPERT_UP comes behind it */
+    if (!early && (k - 1 == first || insn[k - 2].opcode != MK_OP_ROUTE)) return 0;
+    const uint32_t up = early ? k + 1 : k - 1, down = early ? k + 2 : k + 1;
+    if (down >= end || insn[up].opcode != MK_OP_EXPERT_UP || insn[down].opcode != MK_OP_EXPERT_DOWN || mk_staged_bytes(plan[up].x.k, plan[up].x.form) > MK_UPPER) return 0;
+    const mk_expert *e = &insn[down].expert;
+    const mk_wait *base = &insn[down].wait[2];
+    return plan[down].dealt && e->topk * mk_row_stride(e->k) + MK_PAIR_HEAD <= MK_UPPER && base->vec == in->signal_vec && base->pub == in->signal_pub ? down : 0;
 }
 
 #endif

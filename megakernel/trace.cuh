@@ -29,11 +29,11 @@ MK_CALL void mk_trace_write(const mk_insn *in, uint32_t end, uint32_t weights)
 {
     const mk_shared *sh = mk_sh();
     const mk_trace_note t = *mk_trace_of(in);
-    const uint32_t trace = sh->step.trace, tag = trace >> 16, k = (trace & 0xffffu) - 1, tape = in->opcode == MK_OP_LM_HEAD && !sh->step.any_logits ? 0 : in->tape_bytes;
+    const uint32_t trace = sh->step.trace, tag = trace >> 16, k = (trace & 0xffffu) - 1, aside = in == &sh->aside.in ? MK_TRACE_ASIDE : 0, tape = in->opcode == MK_OP_LM_HEAD && !sh->step.any_logits ? 0 : in->tape_bytes;
     const uint32_t high = sh->trace.high + (t.start < sh->trace.base);
     uint4 *r = sh->args.trace + 2 * ((size_t)k * sh->args.n_insn + sh->trace.first + in->seq);
     mk_packet_store(r, t.start, (high & 0xffffu) | tag << 16, t.input ? t.input - t.start : 0, weights);
-    mk_packet_store(r + 1, t.publish ? t.publish - t.start : 0, end - t.start, t.bytes + tape, tag << 16 | k << 8 | sh->step.nrows);
+    mk_packet_store(r + 1, t.publish ? t.publish - t.start : 0, end - t.start, t.bytes + tape, tag << 16 | k << 8 | aside | sh->step.nrows);
 }
 /* SCHEDULE's, before it may idle; the controller does it again at its end. */
 MK_DEV void mk_trace_end(const mk_dev *d)

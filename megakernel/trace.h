@@ -22,8 +22,9 @@ typedef struct mk_trace_record {
     uint32_t publish;  /* the last product or sum was done, its publication began; 0: the instruction does not tell them apart */
     uint32_t end;
     uint32_t bytes;    /* of weights (experts': without scales), cache and state that it read */
-    uint32_t mark;     /* tag << 16 | step of the trace, from 0 << 8 | rows of the step */
+    uint32_t mark;     /* tag << 16 | step of the trace, from 0 << 8 | rows of the step, with MK_TRACE_ASIDE */
 } mk_trace_record;
+#define MK_TRACE_ASIDE 0x80u /* beside the worker's queue, by warps of their own: no part of its time */
 static_assert(sizeof(mk_trace_record) == 32, "two packets");
 
 static inline uint64_t mk_trace_start(const mk_trace_record *r)

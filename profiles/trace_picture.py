@@ -41,7 +41,7 @@ def read(path, step):
                 begin, end = min(begin, a), max(end, b)
         elif e["tid"] == about["workers"]:
             chain.append((e["name"], a, b))
-        elif now:
+        elif now and e["tid"] < about["workers"]:  # not what is done beside the queues
             spans.append((e["tid"], e["name"], now[0], now[1], a, b))
     chain = [c for c in chain if c[1] >= begin and c[2] <= end + 1e-3]
     return about, spans, chain, begin, end

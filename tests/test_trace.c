@@ -358,6 +358,52 @@ static void test_critical_path(void **state)
     finish(s, ids);
 }
 
+/* What is done beside the queues is listed as that, has tracks of its own, and is no part of a step's time nor of the path. */
+static void test_aside(void **state)
+{
+    (void)state;
+    uint32_t ids[100], asides = 0, tracks = 0;
+    const mk_program *p = mk_engine_program(g.e);
+    mk_client_stream *s = generate(g.c, 100);
+    mk_client_trace *t;
+    mk_trace_report *all, *r;
+    OK(mk_client_traced(g.c, 1, 20000, &t, err));
+    OK(mk_trace_report_new(t, &all, err));
+    uint64_t without = all->step[0].all.count, bytes = all->step[0].all.bytes;
+    mk_trace_report_free(&all);
+    for (uint32_t w = 0; w < WORKERS; w++)
+        for (uint32_t i = p->queue[w] + 1; i < p->queue[w + 1]; i++)
+            if (p->insn[i].opcode == MK_OP_GEMV && !strcmp(p->vec[p->insn[i].signal_vec].name, "acc")) { /* as if it had taken until its reader's end */
+                t->record[i].rows |= MK_WIRE_TRACE_ASIDE;
+                t->record[i].end += 1000;
+                asides++;
+            }
+    assert_true(asides > 0);
+    OK(mk_trace_report_new(t, &r, err));
+    assert_int_equal(r->step[0].all.count, without - asides);
+    assert_true(r->step[0].all.bytes == bytes && r->step[0].rows == 1);
+    for (uint32_t q = 0; q < r->step[0].n_path; q++) assert_false(t->record[r->step[0].path[q]].rows & MK_WIRE_TRACE_ASIDE);
+    char path[128], line[512];
+    snprintf(path, sizeof path, "%s/aside", g.dir);
+    FILE *f = fopen(path, "w+");
+    assert_non_null(f);
+    mk_trace_print(r, f);
+    OK(mk_trace_write(r, &(mk_client_info){.model = "m", .device = "d", .build = "b"}, f));
+    rewind(f);
+    int listed = 0;
+    while (fgets(line, sizeof line, f)) {
+        listed += !strncmp(line, "GEMV acc * ", 11);
+        tracks += strstr(line, "beside worker ") != NULL;
+    }
+    fclose(f);
+    unlink(path);
+    assert_int_equal(listed, 1);
+    assert_true(tracks >= 1 && tracks <= WORKERS);
+    mk_trace_report_free(&r);
+    mk_client_trace_free(&t);
+    finish(s, ids);
+}
+
 static void *second(void *arg)
 {
     mk_err err = {0};
@@ -414,7 +460,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_records),       cmocka_unit_test(test_prompt_steps), cmocka_unit_test(test_command),
-        cmocka_unit_test(test_critical_path), cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_critical_path), cmocka_unit_test(test_aside),        cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }

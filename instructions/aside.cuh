@@ -1,0 +1,165 @@
+/* GEMVs aside: in a step of one row the shared expert's way down is not an instruction of the compute warps. Four warps of their own do it while those route and are at the chosen
+ * experts; EXPERT_DOWN, which adds its result, waits for it. One of them does what two compute warps would, one in each group, one after the other, in the order of product.cuh and
+ * matvec.cuh: the bits are the same. Their code is loops, because what a layer runs of code is what it waits for, and they have time.
+ *
+ * Which GEMVs: aside_of in plans.cuh. They begin when ROUTE has ended; from then on until EXPERT_DOWN has seen that they are done nobody else is at the static ring, nor in the upper part
+ * of the staging area. The packets that they read are there until EXPERT_DOWN publishes. */
+#ifndef MK_ASIDE_CUH
+#define MK_ASIDE_CUH
+
+#include "instructions/matvec.cuh"
+
+#define MK_ASIDE_LATER 1500u /* ns: what the compute warps run first behind ROUTE, whose weights are not there yet, is not to wait for code of these (a measurement: profiles/NOTES.md) */
+static_assert(MK_ASIDE_ROWS == 32 && MK_ASIDES == MK_GROUP_WARPS && MK_GROUPS == 2, "a lane a row at the end; a warp for one of each group");
+
+MK_DEV void mk_aside_sync(void)
+{
+    __syncwarp();
+    asm volatile("bar.sync 2, %0;" ::"n"(MK_ASIDES * 32) : "memory");
+}
+MK_DEV bool mk_aside_traced(const mk_shared *sh, uint32_t warp, uint32_t lane)
+{
+    return warp == 0 && lane == 0 && sh->trace.on;
+}
+
+/* Stages what compute warp `as` would gather, as mk_take has it. */
+template <uint32_t FORM> MK_DEV void mk_aside_stage(mk_shared *sh, const mk_fed *f, uint32_t as, uint32_t lane)
+{
+    const mk_plan *p = &f->plan;
+    const mk_hands g = p->hands;
+    const mk_hand h = mk_hand_of<false>(p, g, lane);
+    const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + MK_UPPER;
+    uint32_t top = 0;
+#pragma unroll 1
+    for (uint32_t group = as; group * g.values < k; group += MK_WARPS) {
+        const uint32_t v = group * g.values + h.value, packet = p->skip + group * g.packets + lane;
+        if (!h.count || v >= k) continue;
+        const uint4 *from = f->place.in[0] + packet;
+        const uint4 q = mk_packet_get(from, mk_packet_load(from), f->place.epoch[0], 0, 0, packet);
+        const uint32_t w[3] = {q.x, q.y, q.z};
+#pragma unroll
+        for (uint32_t i = 0; i < 3; i++) {
+            if (2 * i >= h.count || v + 2 * i >= k) break; /* the last packet goes on with values that nobody asked for */
+            mk_sts32(staged + 2 * v + 4 * i, w[i]);
+            top = __vmaxu2(top, mk_magnitudes(w[i]));
+        }
+    }
+    __syncwarp();
+    if (FORM != MK_X_F16) return;
+    const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
+#pragma unroll 1
+    for (uint32_t v = as * g.values + 2 * lane; v < k; v += MK_WARPS * g.values)
+#pragma unroll 1
+        for (uint32_t x = v; x < v - 2 * lane + g.values; x += 64) {
+            const uint32_t at = staged + 2 * x;
+            if (x < k) mk_sts32(at, mk_f16_pair_shifted(mk_lds32(at), shift.less));
+        }
+    const uint32_t group = as + lane * MK_WARPS;
+    if (group * g.values < k) mk_factor_put(k, g.values, group, MK_UPPER, shift.inverse);
+}
+
+/* The product of one tile of 16 rows with the stages of a group, of which `slot` is the next and number s the first: sums of rows lane / 4 and 8 more. leave: this is the last tile. */
+template <uint32_t FORM> MK_DEV float2 mk_aside_tile(mk_next *slot, const mk_tile *t, const mk_lap *lap, uint32_t s, uint32_t row0, uint32_t warp, uint32_t lane, bool leave)
+{
+    constexpr bool FP8 = FORM == MK_X_F16;
+    constexpr uint32_t VALUES = FP8 ? 128 : 64; /* bytes of a staged K block */
+    const uint32_t rows = t->rows, column = mk_smem(mk_sh()->staging) + MK_UPPER + mk_ldx_at<FP8>(lane), norm = mk_smem(mk_sh()->factor) + MK_UPPER / 32;
+    const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16;
+    const uint32_t c0 = t->nseg > 1 ? mk_scale_of(row0 + (lane >> 2), rows, rows, t->nseg, t->phase) : 0, c1 = t->nseg > 1 ? mk_scale_of(row0 + 8 + (lane >> 2), rows, rows, t->nseg, t->phase) : 0;
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (uint32_t turn = 0; s < t->nst; s += MK_GROUPS, turn += t->per) {
+        const uint32_t kb = s * t->per, end = min(kb + t->per, t->nkb);
+        mk_stage_wait(slot->bar, slot->phase, MK_FAULT_TAPE);
+#pragma unroll 1
+        for (uint32_t k = kb + ((warp - turn) & (MK_GROUP_WARPS - 1)); k < end; k += MK_GROUP_WARPS) {
+            const uint32_t stage = mk_after(slot->stage), xk = mk_after(column) + k * VALUES, scale = stage - lap->scales + (k >> t->shift) * 4 * t->nseg;
+            uint32_t w[8];
+            float part[4];
+            mk_tile_load(w, stage + row_at + (k - kb) * rows * MK_KBLOCK_BYTES, rows);
+            if constexpr (FP8)
+                mk_tile_product_fp8(part, w, mk_ldx_f16(xk), mk_ldx_f16(xk + 64));
+            else
+                mk_tile_product(part, w, mk_ldx_bf16(xk));
+            mk_tile_add<true>(&sum, part, FP8 ? mk_lds(scale + c0) : 1, FP8 ? mk_lds(scale + c1) : 1, FP8 ? mk_lds(mk_after(norm) + 4 * k) : 1, 1);
+        }
+        if (leave) mk_stage_leave(slot->bar + MK_EMPTY, lane);
+        mk_next_move(slot, lap);
+    }
+    return make_float2(sum.x, sum.z);
+}
+
+template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t lane)
+{
+    const mk_insn *in = &f->in;
+    const mk_plan *p = &f->plan;
+    const mk_tile *t = &p->tile;
+    const mk_lap lap = sh->lap[MK_TAPE];
+    const uint32_t n = in->gemv.n, end = p->end, parts = mk_smem(sh->staging) + MK_UPPER + ((mk_row_stride(p->x.k) + 127) & ~127u); /* [MK_WARPS][MK_ASIDE_ROWS] */
+    const uint32_t route = f->place.per;
+    while (!mk_mbar_try(mk_smem(&sh->insn_empty[route % MK_INSN_RING]), route / MK_INSN_RING & 1)) {}
+    for (uint32_t since = mk_now_low(); mk_now_low() - since < MK_ASIDE_LATER;) __nanosleep(300);
+#pragma unroll 1
+    for (uint32_t as = warp; as < MK_WARPS; as += MK_ASIDES) mk_aside_stage<FORM>(sh, f, as, lane);
+    mk_aside_sync();
+    if (mk_aside_traced(sh, warp, lane)) sh->aside.note.input = mk_now_low();
+
+    const uint32_t at = sh->memo[0].next[MK_TAPE].at;
+#pragma unroll 1
+    for (uint32_t s = 0; s < MK_GROUPS; s++) { /* the group that has the segment's stage s: partial sums s of each way */
+        mk_memo *memo = &sh->memo[((s + at) & (MK_GROUPS - 1)) * MK_GROUP_WARPS + warp];
+        mk_next slot = memo->next[MK_TAPE];
+#pragma unroll 1
+        for (uint32_t row0 = 0; row0 < t->rows; row0 += 16) {
+            mk_next from = memo->next[MK_TAPE];
+            const float2 sum = mk_aside_tile<FORM>(&from, t, &lap, s, row0, warp, lane, row0 + 16 >= t->rows);
+            const uint32_t to = parts + 4 * (MK_ASIDE_ROWS * (MK_GROUP_WARPS * s + warp) + row0 + (lane >> 2));
+            if (!(lane & 3)) mk_sts32(to, __float_as_uint(sum.x)), mk_sts32(to + 32, __float_as_uint(sum.y));
+            slot = from;
+        }
+        slot.at = at + t->nst;
+        __syncwarp();
+        if (lane == 0) memo->next[MK_TAPE] = slot; /* the compute warp's */
+    }
+    mk_aside_sync();
+    if (mk_aside_traced(sh, warp, lane)) sh->aside.note.publish = mk_now_low();
+    if (warp || lane >= n) return;
+    float y = 0, res = -0.0f, open = 1;
+#pragma unroll 1
+    for (uint32_t q = 0; q < MK_WARPS; q++) y = __fadd_rn(y, __uint_as_float(mk_lds32(parts + 4 * (MK_ASIDE_ROWS * q + lane))));
+    y *= in->gemv.scale;
+#pragma unroll 1
+    for (uint32_t k = 1; k < 3; k++) { /* residual, gate */
+        if (!(end & (k == 1 ? MK_END_ADDS : MK_END_GATED))) continue;
+        const uint32_t packet = k == 1 ? lane / 3 : p->gate_at, word = k == 1 ? lane % 3 : end >> 8 & 3;
+        const uint4 *from = f->place.in[k] + packet;
+        const uint4 q = mk_packet_get(from, mk_packet_load(from), f->place.epoch[k], k, 0, packet);
+        const float x = __uint_as_float(word == 0 ? q.x : word == 1 ? q.y : q.z);
+        if (k == 1)
+            res = x;
+        else
+            open = mk_sigmoid(x);
+    }
+    ((float *)(mk_local_memory(&sh->args) + p->out_at))[lane] = __fadd_rn(res, __fmul_rn(open, y));
+}
+
+/* One GEMV after the other, as the controller hands them over, until it says MK_OP_LEAVE. */
+MK_DEV void mk_aside(mk_shared *sh, uint32_t warp, uint32_t lane)
+{
+#pragma unroll 1
+    for (uint32_t n = 0;; n++) {
+        while (!mk_mbar_try(mk_smem(&sh->aside_full), n & 1)) {}
+        const mk_fed *f = &sh->aside;
+        if (f->place.run == MK_OP_LEAVE) return;
+        if (mk_aside_traced(sh, warp, lane)) sh->aside.note.start = mk_now_low();
+        if (f->plan.x.form == MK_X_F16)
+            mk_aside_gemv<MK_X_F16>(sh, f, warp, lane);
+        else
+            mk_aside_gemv<MK_X_BF16>(sh, f, warp, lane);
+        if (mk_aside_traced(sh, warp, lane)) mk_trace_write(&f->in, mk_now_low(), 0);
+        __syncwarp();
+        if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_done));
+    }
+}
+
+#endif
