@@ -83,7 +83,7 @@ template <uint32_t FORM> MK_DEV float2 mk_aside_tile(mk_next *slot, const mk_til
                 mk_tile_product(part, w, mk_ldx_bf16(xk));
             mk_tile_add<true>(&sum, part, FP8 ? mk_lds(scale + c0) : 1, FP8 ? mk_lds(scale + c1) : 1, FP8 ? mk_lds(mk_after(norm) + 4 * k) : 1, 1);
         }
-        if (leave) mk_stage_leave(slot->bar + MK_EMPTY, lane);
+        if (leave) mk_stage_leave(slot->bar + MK_EMPTY, lane, __float_as_uint(sum.x), lap->none);
         mk_next_move(slot, lap);
     }
     return make_float2(sum.x, sum.z);

@@ -134,9 +134,11 @@ template <uint32_t NT> MK_DEV void mk_fp8_load(mk_fp8_tiles<NT> *t, uint32_t w, 
 #pragma unroll
     for (uint32_t i = 0; i < 2 * NT; i++) asm volatile("" : "+f"(t->f[i]));
 }
-/* The warp has all that it takes of a stage. */
-MK_DEV void mk_stage_leave(uint32_t empty, uint32_t lane)
+/* The warp has all that it takes of a stage. `last`: a word of what it loaded last, or of several such: loads of a warp arrive in order, but an arrival may overtake them if it does not
+ * depend on what they bring; the loader would then write over what is still to be read. none: mk_lap's. */
+MK_DEV void mk_stage_leave(uint32_t empty, uint32_t lane, uint32_t last = 0, uint32_t none = 0)
 {
+    empty += last & none;
     __syncwarp();
     if (mk_arrives(lane)) mk_mbar_arrive(empty);
 }
@@ -227,8 +229,9 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
     uint32_t kb = (s0 + y->first) * per, turn = (s0 + y->first) / MK_GROUPS * per; /* the stage's first K block; K blocks of the partial sum before */
     uint32_t k = kb + ((y->way - turn) & (ways - 1)), end = min(kb + per, nkb);    /* the warp's, of the stage: it may have none */
     bool there = mk_mbar_test(slot->bar, slot->phase);
-    const auto next_stage = [&] {
-        mk_stage_leave(slot->bar + MK_EMPTY, lane);
+    const uint32_t none = lap->none;
+    const auto next_stage = [&](uint32_t last) {
+        mk_stage_leave(slot->bar + MK_EMPTY, lane, last, none);
         mk_next_move(slot, lap);
         kb += MK_GROUPS * per;
         turn += per;
@@ -240,7 +243,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
     while (kb < last_kb) {
         if (__builtin_expect(!there, 0)) mk_stage_await(slot->bar, slot->phase, ring == MK_TAPE ? MK_FAULT_TAPE : MK_FAULT_EXPERT);
         if (k >= end) {
-            next_stage();
+            next_stage(0);
             there = mk_mbar_test(slot->bar, slot->phase);
             continue;
         }
@@ -281,7 +284,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
 #pragma unroll
             for (uint32_t i = 0; FP8 && i < 2 * NT; i++) asm volatile("" : "+f"(f[u][i]));
         }
-        if ((k += U * ways) >= end) next_stage();
+        if ((k += U * ways) >= end) next_stage(a[U - 1][NT - 1][7] | a[U - 1][0][7] | (FP8 ? __float_as_uint(f[U - 1][FP8 ? 2 * NT - 1 : 0]) : 0));
 #pragma unroll
         for (uint32_t u = 0; u < U; u++)
 #pragma unroll

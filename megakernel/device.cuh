@@ -302,6 +302,7 @@ typedef struct mk_lap {
     uint32_t bars, bytes;     /* of a lap */
     uint32_t step;            /* bytes to the group's next stage */
     uint32_t scales;          /* mk_ring.scales */
+    uint32_t none;            /* 0, which the compiler does not know: mk_stage_leave */
 } mk_lap;
 /* What a compute warp remembers from instruction to instruction. */
 enum { MK_TAPE = 0, MK_EXPERT = 1 }; /* rings of weight stages */
@@ -649,7 +650,7 @@ MK_DEV mk_next mk_next_of(uint32_t ring, uint32_t i)
 MK_DEV void mk_next_begin(mk_shared *sh, uint32_t ring, uint32_t warp)
 {
     const mk_ring *r = &sh->args.ring[ring];
-    const mk_lap lap = {mk_smem(&sh->full[ring][r->stages]), 8 * r->stages, r->stages * r->stride, MK_GROUPS * r->stride, r->scales};
+    const mk_lap lap = {mk_smem(&sh->full[ring][r->stages]), 8 * r->stages, r->stages * r->stride, MK_GROUPS * r->stride, r->scales, 0};
     if (warp == 0) sh->lap[ring] = lap;
     sh->memo[warp].next[ring] = mk_next_of(ring, warp / MK_GROUP_WARPS);
 }
