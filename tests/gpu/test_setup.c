@@ -339,7 +339,7 @@ static void self_test_real(void **state)
     self_test_of("kimi-linear-48b", "tests/fixtures/configs/kimi-linear-48b-a3b/config.json", sms, MK_WEIGHTS_FP8, 8, 8192, 1);
     self_test_of("moonlight-16b", "tests/fixtures/configs/moonlight-16b-a3b/config.json", sms, MK_WEIGHTS_FP8, 8, 8192, 1);
     self_test_of("qwen3-coder-next-80b", "tests/fixtures/configs/qwen3-coder-next-fp8/config.json", sms, MK_WEIGHTS_AUTO, 8, 8192, 1);
-    self_test_of("llama-3.1-8b", "tests/fixtures/configs/llama-3.1-8b/config.json", sms, MK_WEIGHTS_AUTO, 8, 8192, 1);
+    self_test_of("llama-3.1-8b", "tests/fixtures/configs/llama-3.1-8b/config.json", sms, MK_WEIGHTS_AUTO, 8, 8192, 60); /* one in twelve found a stage that was left too soon */
     assert_int_equal(failures, 0);
 }
 
