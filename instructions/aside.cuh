@@ -29,7 +29,6 @@ template <uint32_t FORM> MK_DEV void mk_aside_stage(mk_shared *sh, const mk_fed 
     const mk_hands g = p->hands;
     const mk_hand h = mk_hand_of<false>(p, g, lane);
     const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + MK_UPPER;
-    uint32_t top = 0;
 #pragma unroll 1
     for (uint32_t group = as; group * g.values < k; group += MK_WARPS) {
         const uint32_t v = group * g.values + h.value, packet = p->skip + group * g.packets + lane;
@@ -41,21 +40,10 @@ template <uint32_t FORM> MK_DEV void mk_aside_stage(mk_shared *sh, const mk_fed 
         for (uint32_t i = 0; i < 3; i++) {
             if (2 * i >= h.count || v + 2 * i >= k) break; /* the last packet goes on with values that nobody asked for */
             mk_sts32(staged + 2 * v + 4 * i, w[i]);
-            top = __vmaxu2(top, mk_magnitudes(w[i]));
         }
     }
     __syncwarp();
-    if (FORM != MK_X_F16) return;
-    const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
-#pragma unroll 1
-    for (uint32_t v = as * g.values + 2 * lane; v < k; v += MK_WARPS * g.values)
-#pragma unroll 1
-        for (uint32_t x = v; x < v - 2 * lane + g.values; x += 64) {
-            const uint32_t at = staged + 2 * x;
-            if (x < k) mk_sts32(at, mk_f16_pair_shifted(mk_lds32(at), shift.less));
-        }
-    const uint32_t group = as + lane * MK_WARPS;
-    if (group * g.values < k) mk_factor_put(k, g.values, group, MK_UPPER, shift.inverse);
+    if (FORM == MK_X_F16) mk_stage_f16(sh, k, g.values, MK_UPPER, as, lane);
 }
 
 /* The product of one tile of 16 rows with the stages of a group, of which `slot` is the next and number s the first: sums of rows lane / 4 and 8 more. leave: this is the last tile. */
@@ -104,18 +92,18 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
     mk_aside_sync();
     if (mk_aside_traced(sh, warp, lane)) sh->aside.note.input = mk_now_low();
 
-    const uint32_t at = sh->memo[0].next[MK_TAPE].at;
+    const uint32_t at = sh->memo[warp].next[MK_TAPE].at; /* all have the same; others may have written theirs */
 #pragma unroll 1
     for (uint32_t s = 0; s < MK_GROUPS; s++) { /* the group that has the segment's stage s: partial sums s of each way */
         mk_memo *memo = &sh->memo[((s + at) & (MK_GROUPS - 1)) * MK_GROUP_WARPS + warp];
-        mk_next slot = memo->next[MK_TAPE];
+        const mk_next begin = memo->next[MK_TAPE];
+        mk_next slot = begin;
 #pragma unroll 1
         for (uint32_t row0 = 0; row0 < t->rows; row0 += 16) {
-            mk_next from = memo->next[MK_TAPE];
-            const float2 sum = mk_aside_tile<FORM>(&from, t, &lap, s, row0, warp, lane, row0 + 16 >= t->rows);
+            slot = begin;
+            const float2 sum = mk_aside_tile<FORM>(&slot, t, &lap, s, row0, warp, lane, row0 + 16 >= t->rows);
             const uint32_t to = parts + 4 * (MK_ASIDE_ROWS * (MK_GROUP_WARPS * s + warp) + row0 + (lane >> 2));
             if (!(lane & 3)) mk_sts32(to, __float_as_uint(sum.x)), mk_sts32(to + 32, __float_as_uint(sum.y));
-            slot = from;
         }
         slot.at = at + t->nst;
         __syncwarp();

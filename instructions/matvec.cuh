@@ -613,16 +613,20 @@ MK_DEV float mk_f16_in_place(uint32_t at, uint32_t end, uint32_t step)
     }
     return shift.inverse;
 }
+/* By a warp: the bf16 values of the groups of warp `as`, of a vector that lies `at` bytes from the staging area's beginning, become f16, and it says what their K blocks are to be
+ * multiplied by. values: of a group. */
+MK_DEV void mk_stage_f16(const mk_shared *sh, uint32_t k, uint32_t values, uint32_t at, uint32_t as, uint32_t lane)
+{
+    const uint32_t staged = mk_smem(sh->staging) + at, end = staged + 2 * (8 * lane < values ? k : 0), group = as + lane * MK_WARPS;
+    const float factor = mk_f16_in_place(staged + 2 * as * values + 16 * lane, end, 2 * MK_WARPS * values);
+    if (group * values < k) mk_factor_put(k, values, group, at, factor);
+}
 /* The vector of an instruction before, with the same norm, which lies there in three planes: the first of them becomes f16, by the warps that gathered it. */
 MK_CALL void mk_stage_again(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_plan *p = &mk_fed_of(in)->plan;
-    const uint32_t k = p->x.k, values = p->hands.values, staged = mk_smem(d->sh->staging), at = staged + 2 * d->warp * values + 16 * d->lane, step = 2 * MK_WARPS * values;
-    const uint32_t end = staged + 2 * (8 * d->lane < values ? k : 0);
-    const float factor = mk_f16_in_place(at, end, step);
-    const uint32_t group = d->warp + d->lane * MK_WARPS;
-    if (group * values < k) mk_factor_put(k, values, group, 0, factor);
+    mk_stage_f16(d->sh, p->x.k, p->hands.values, 0, d->warp, d->lane);
     __syncwarp();
     if (d->lane == 0) d->memo->staged = p->key;
     mk_sync();

@@ -188,8 +188,10 @@ static void sum_step(mk_trace_report *r, uint32_t k)
             s->rows = x.rows & ~MK_WIRE_TRACE_ASIDE;
         }
         if (x.start < s->begin) s->begin = x.start;
-        if (!is_aside(&x)) mk_trace_add(&s->all, &x);
-        s->all.bytes += is_aside(&x) ? x.bytes : 0;
+        if (is_aside(&x))
+            s->all.bytes += x.bytes;
+        else
+            mk_trace_add(&s->all, &x);
         mk_trace_add(&r->share[r->key[i]], &x);
     }
 }

@@ -24,6 +24,7 @@
 #define MK_REGS_COMPUTE   168
 #define MK_REGS_HELPER    104
 #define MK_REGS_ASIDE     72
+static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_ASIDES * MK_REGS_ASIDE == 65536, "else the compute warps wait for theirs for ever");
 
 /* A stage: the scales of its whole segment, which are few, then its weights: whole K blocks of the segment. */
 #define MK_MOST_SCALES    1024u

@@ -324,6 +324,11 @@ static mk_tile down_tile(const mk_insn *in, const mk_expert_seg *s)
     return t;
 }
 
+/* Bytes of the staging area that EXPERT_DOWN's pairs of one row take. */
+static uint32_t pairs_bytes(const mk_expert *e)
+{
+    return e->topk * mk_row_stride(e->k) + MK_PAIR_HEAD;
+}
 /* EXPERT_DOWN of one row: the packets of a pair, whether a warp gathers one at once and there is room for all of them. */
 static void pairs_plan(const mk_gpu *g, const mk_insn *in, mk_plan *p)
 {
@@ -331,7 +336,7 @@ static void pairs_plan(const mk_gpu *g, const mk_insn *in, mk_plan *p)
     const uint32_t topk = in->expert.topk;
     p->packets = u->nslice / topk * u->slice_packets;
     p->map = g->pair_at[in->wait[0].vec];
-    p->dealt = p->packets <= MK_PAIR_PACKETS(in->expert.n) && in->expert.n <= MK_DOWN_ONE_ROWS && topk * mk_row_stride(in->expert.k) + MK_PAIR_HEAD <= MK_STAGING;
+    p->dealt = p->packets <= MK_PAIR_PACKETS(in->expert.n) && in->expert.n <= MK_DOWN_ONE_ROWS && pairs_bytes(&in->expert) <= MK_STAGING;
 }
 
 #include "megakernel/plans.cuh"
@@ -382,13 +387,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             s->lm_head = (uint8_t)lm;
             rc = plan_of(g, in, s, &keys, &plan[k], err);
         }
-        for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
-            const uint32_t down = aside_of(insn, plan, queue[w], k, queue[w + 1]);
-            if (!down) continue;
-            plan[k].end |= MK_END_ASIDE;
-            plan[down].end |= MK_END_ASIDE;
-            if ((plan[k - 1].ahead & 3) == 2) plan[k - 1].ahead |= 3; /* EXPERT_UP is the next that compute warps are fed */
-        }
+        if (!rc) asides(insn, plan, queue[w], queue[w + 1]);
         first[w + 1] = n_seg;
         efirst[w + 1] = n_expert;
     }

@@ -455,7 +455,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
                 if (lane == 0) pass_over(a, sh, &sh->fed[slot]);
                 fed--; /* the slot is free still */
             }
-            if (aside && run != MK_OP_GEMV && MK_IS_ONE(run)) {
+            if (aside && MK_IS_ONE(run)) {
                 for (uint32_t n = 0; asides && !leave && !__all_sync(0xffffffffu, mk_mbar_try(mk_smem(&sh->aside_done), asides - 1 & 1)); n++)
                     if ((n & 15) == 15) leave = look_after(a, sh, &watch, lane);
                 if (leave) break;

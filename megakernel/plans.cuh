@@ -315,9 +315,20 @@ static uint32_t aside_of(const mk_insn *insn, const mk_plan *plan, uint32_t firs
     if (!early && (k - 1 == first || insn[k - 2].opcode != MK_OP_ROUTE)) return 0;
     const uint32_t up = early ? k + 1 : k - 1, down = early ? k + 2 : k + 1;
     if (down >= end || insn[up].opcode != MK_OP_EXPERT_UP || insn[down].opcode != MK_OP_EXPERT_DOWN || mk_staged_bytes(plan[up].x.k, plan[up].x.form) > MK_UPPER) return 0;
-    const mk_expert *e = &insn[down].expert;
     const mk_wait *base = &insn[down].wait[2];
-    return plan[down].dealt && e->topk * mk_row_stride(e->k) + MK_PAIR_HEAD <= MK_UPPER && base->vec == in->signal_vec && base->pub == in->signal_pub ? down : 0;
+    return plan[down].dealt && pairs_bytes(&insn[down].expert) <= MK_UPPER && base->vec == in->signal_vec && base->pub == in->signal_pub ? down : 0;
+}
+
+/* What is done aside in the queue [first, end), and who waits for it. */
+static void asides(const mk_insn *insn, mk_plan *plan, uint32_t first, uint32_t end)
+{
+    for (uint32_t k = first; k < end; k++) {
+        const uint32_t down = aside_of(insn, plan, first, k, end);
+        if (!down) continue;
+        plan[k].end |= MK_END_ASIDE;
+        plan[down].end |= MK_END_ASIDE;
+        if ((plan[k - 1].ahead & 3) == 2) plan[k - 1].ahead |= 3; /* EXPERT_UP is the next that compute warps are fed */
+    }
 }
 
 #endif
