@@ -316,14 +316,14 @@ uint32_t mk_streams_poll(mk_streams *s, mk_report *r, uint32_t n)
     return k;
 }
 
-/* A report that was not taken yet still runs, as far as a client can tell. */
+/* A report that was not taken yet still runs, as far as a client can tell: where no request does, those left count as one. */
 void mk_streams_get_stats(const mk_streams *cs, mk_streams_stats *st)
 {
     mk_streams *s = (mk_streams *)(uintptr_t)cs;
     pthread_mutex_lock(&s->lock);
     *st = s->st;
-    st->requests_running = s->count != 0;
     for (uint32_t i = 0; i < FAKE_SLOTS; i++) st->requests_running += s->s[i].id && (s->s[i].running || s->s[i].n_append);
+    if (!st->requests_running) st->requests_running = s->count != 0;
     pthread_mutex_unlock(&s->lock);
 }
 
