@@ -37,8 +37,8 @@ int mk_par_fetch(const mk_checkpoint *ck, const mk_par *par, float *dst, mk_err 
 
 /* Rows [row0, row0 + rows) of a matrix (expert: for %u names), in the matrix's wtype, row-major [rows][k].
  *  MK_W_BF16: uint16_t dst[rows*k].   MK_W_FP8: uint8_t dst[rows*k] and scales[kb * nseg + seg] as in the segment layout
- *  (seg = (row0 mod 128 + i) / 128).
- * FP8 tensors go through unchanged where blocks allow it; BF16 -> FP8 blocks: scale = amax/448 of the 128 x scale_k block of the
+ *  (seg = (row0 mod 128 + i) / 128; with a scale a row, i).
+ * FP8 tensors go through unchanged where blocks allow it; BF16 -> FP8: scale = amax/448 of the row, or of the 128 x scale_k block of the
  * WHOLE matrix (so that a slice's bits do not depend on the slicing), round to nearest even, saturating. Non-finite weights are refused
  * with tensor, row and column. */
 int mk_mat_fetch(const mk_checkpoint *ck, const mk_mat *mat, uint32_t expert, uint32_t row0, uint32_t rows, void *dst, float *scales,

@@ -93,7 +93,7 @@ enum mk_source {
 
 /* The same as numbers, for whoever has no mk_mat. */
 typedef struct mk_rows {
-    uint32_t source, scale_k;
+    uint32_t source, scale_k; /* scale_k: mk_mat's */
     uint32_t k, cols; /* columns of the matrix, of the tensor */
     uint32_t head_n, head_off, head_stride;
 } mk_rows;

@@ -422,7 +422,8 @@ static int decide(resolver *r, mk_mat *mat, enum mk_st_dtype dtype, uint32_t col
     mat->scale_k = 128;
     mat->tensor_rows = 0;
     if (mat == &r->m->lm_head && r->m->lm_head_mode == MK_LM_HEAD_FP8) {
-        mat->wtype = MK_W_FP8; /* PLAIN: its blocks are the tensor's */
+        mat->wtype = MK_W_FP8;
+        if (dtype != MK_ST_F8_E4M3) mat->scale_k = 0;
         return MK_OK;
     }
     if (r->mode == MK_WEIGHTS_BF16 || (mat == &r->m->lm_head && r->m->lm_head_mode == MK_LM_HEAD_BF16)) return MK_OK;

@@ -19,7 +19,8 @@ enum mk_weights_mode {
 /* The LM head alone; what it is stored as, or the weights mode, decides by default. */
 enum mk_lm_head_mode {
     MK_LM_HEAD_AUTO = 0, /* BF16, unless the checkpoint has it quantised */
-    MK_LM_HEAD_FP8,      /* e4m3 in 128 x 128 blocks, whatever the other weights are: half the bytes of what is up to a fifth of a token's */
+    MK_LM_HEAD_FP8,      /* e4m3 with a scale a row (stored as FP8: with the blocks that it has), whatever the other weights are: half the bytes of what is up to a fifth of a
+                          * token's */
     MK_LM_HEAD_BF16,
 };
 
@@ -32,7 +33,7 @@ typedef struct mk_mat {
     uint8_t exact;        /* MK_W_BF16 out of another dtype: refuse values that BF16 does not hold (mk_model_resolve) */
     uint32_t n, k;
     uint32_t head_n, head_off, head_stride;
-    uint16_t scale_k; /* columns a scale covers: 128, or 64 where heads straddle blocks */
+    uint16_t scale_k; /* columns a scale of 128 rows covers: 128, or 64 where heads straddle blocks. 0: a scale a row (LM head) */
     uint8_t tensor_rows; /* MK_SRC_HEAD_ROWS: its 128-row scale blocks are the tensor's, since heads straddle them; pieces of it (GEMV,
                             mk_mat_fetch) then lie in one head. Else they are those of the matrix */
 } mk_mat;

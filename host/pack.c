@@ -28,8 +28,8 @@ static int pack_segment(const mk_pack_item *it, uint32_t expert, const mk_checkp
 {
     const mk_mat *first = it->mat[0];
     uint32_t k = first->k, esize = it->wtype == MK_W_FP8 ? 1 : 2, total = it->rows * it->halves;
-    uint32_t per = mk_kblock_values(it->wtype), nkb = (k + per - 1) / per, nsb = (k + first->scale_k - 1) / first->scale_k;
-    uint32_t used = it->wtype == MK_W_FP8 ? mk_segments(it->phase, it->rows) : 0;
+    uint32_t per = mk_kblock_values(it->wtype), nkb = (k + per - 1) / per, nsb = mk_scale_blocks(k, first->scale_k);
+    uint32_t used = it->wtype == MK_W_FP8 ? mk_segments(it->phase, it->rows, first->scale_k) : 0;
     uint8_t *rows = scratch(&b->rows, &b->rows_bytes, (size_t)it->rows * k * esize);
     float *scales = scratch(&b->scales, &b->scales_bytes, ((size_t)nsb * used + 1) * sizeof *scales);
     if (!rows || !scales) return mk_fail(err, MK_E_CAPACITY, "packing %s: out of memory", first->tensor);
@@ -213,7 +213,7 @@ static int tensor_units(const mk_pack_list *l, const mk_pack_matrix *m, uint32_t
         p->p1 = (uint32_t)(p0 + step < mat->n ? p0 + step : mat->n);
         p->data = (const unsigned char *)t->data + base + (whole ? 0 : p0 * row);
         u.data_bytes = whole ? t->bytes : (p->p1 - p0) * row;
-        u.blocks = mk_pack_quantises(p) ? (p->p1 - p->p0 + MK_SCALE_ROWS - 1) / MK_SCALE_ROWS * mk_pack_column_blocks(p) : 0;
+        u.blocks = mk_pack_quantises(p) ? mk_segments(0, p->p1 - p->p0, mat->scale_k) * mk_pack_column_blocks(p) : 0;
         while (first < end && l->seg[first].row0 + l->seg[first].rows <= p0) first++;
         u.first = first;
         for (u.n = 0; first + u.n < end && l->seg[first + u.n].row0 < p->p1;) u.n++;

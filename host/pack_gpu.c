@@ -39,12 +39,12 @@ static int refused(gpu_pack *g, uint32_t put, uint32_t seg, mk_err *err)
     const mk_pack_seg *s = &g->list->seg[seg];
     mk_mat mat = *g->put[put].matrix->mat;
     mat.wtype = g->put[put].matrix->wtype;
-    uint32_t nkb = (mat.k + mat.scale_k - 1) / mat.scale_k;
+    uint32_t nkb = mk_scale_blocks(mat.k, mat.scale_k);
     int rc = MK_OK;
     for (uint32_t r = 0; r < s->rows && !rc; r += MK_SEGMENT_ROWS) { /* the embedding is one segment */
         uint32_t n = s->rows - r < MK_SEGMENT_ROWS ? s->rows - r : MK_SEGMENT_ROWS;
         void *rows = malloc((size_t)n * mat.k * 2);
-        float *scales = malloc(3ull * nkb * sizeof *scales);
+        float *scales = malloc((uint64_t)mk_segments(MK_SCALE_ROWS, MK_SEGMENT_ROWS, mat.scale_k) * nkb * sizeof *scales);
         rc = rows && scales ? mk_mat_fetch(g->ck, &mat, g->put[put].expert, s->row0 + r, n, rows, scales, err)
                             : mk_fail(err, MK_E_CAPACITY, "packing: out of memory");
         free(rows);

@@ -106,7 +106,8 @@ uint32_t mk_pub(mk_builder *b, uint32_t vec)
 
 double mk_row_cost(const mk_part *p)
 {
-    double k = p->mat->k, bytes = p->mat->wtype == MK_W_FP8 ? k + k / p->mat->scale_k * 4 / 128 : 2 * k;
+    double k = p->mat->k, bytes = 2 * k;
+    if (p->mat->wtype == MK_W_FP8) bytes = k + (p->mat->scale_k ? k / p->mat->scale_k * 4 / MK_SCALE_ROWS : 4);
     return p->up ? 2 * bytes : bytes;
 }
 
@@ -478,7 +479,7 @@ void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t
     if (mat->wtype == MK_W_FP8) {
         g->row0 = mk_mat_scale_row(mat, row0);
         g->phase = (uint16_t)(g->row0 % MK_SCALE_ROWS);
-        g->nseg = (uint16_t)mk_segments(g->phase, rows);
+        g->nseg = (uint16_t)mk_segments(g->phase, rows, g->scale_k);
     }
     uint32_t fit = MK_STAGING_BYTES / (MK_MAX_ROWS * esize) & ~127u;
     g->k_chunk = mat->k < fit ? mat->k : fit;
@@ -517,7 +518,7 @@ void mk_emit_low_rank(mk_builder *b, uint32_t w, mk_insn *in, uint32_t which, co
     l->scale_k = mat->scale_k;
     if (mat->wtype == MK_W_FP8) {
         l->phase = (uint16_t)(mk_mat_scale_row(mat, row0) % MK_SCALE_ROWS);
-        l->nseg = (uint16_t)mk_segments(l->phase, rows);
+        l->nseg = (uint16_t)mk_segments(l->phase, rows, l->scale_k);
     }
     uint32_t bytes = (uint32_t)mk_delta_segment_bytes(&in->delta, which);
     mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_TAPE, .wtype = mat->wtype, .halves = 1, .mat = {mat, NULL}, .worker = w, .row0 = row0, .rows = rows,

@@ -286,7 +286,7 @@ static uint32_t expert_segments(uint32_t T, uint32_t inter)
 {
     uint32_t most = 1;
     for (uint32_t t = 0; t < T; t++) {
-        uint32_t a = mk_start(t, inter, T), n = mk_start(t + 1, inter, T) - a, s = mk_segments(a % MK_SCALE_ROWS, n);
+        uint32_t a = mk_start(t, inter, T), n = mk_start(t + 1, inter, T) - a, s = mk_segments(a % MK_SCALE_ROWS, n, MK_SCALE_ROWS);
         if (s > most) most = s;
     }
     return most;
@@ -359,7 +359,7 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     struct pieces h = pieces_of(b, &rows_of_h, R->h_cut);
     uint32_t dn_seg = 0, dn_rows = 0;
     for (uint32_t i = 0; i < h.n; i++) {
-        uint32_t seg = mk_segments(h.v[i].first % MK_SCALE_ROWS, h.v[i].rows);
+        uint32_t seg = mk_segments(h.v[i].first % MK_SCALE_ROWS, h.v[i].rows, MK_SCALE_ROWS);
         if (wt == MK_W_FP8 && seg > dn_seg) dn_seg = seg;
         if (h.v[i].rows > dn_rows) dn_rows = h.v[i].rows;
     }
@@ -487,16 +487,16 @@ static void head_and_sample(mk_builder *b, mk_roles *R)
         mk_queue *q = &b->queue[w];
         mk_insn *in = mk_emit(b, w, MK_OP_LM_HEAD, MK_NONE);
         mk_lm_head *l = &in->lm_head;
-        *l = (mk_lm_head){.n = rows, .k = b->m->hidden, .row0 = row0, .vocab = vocab, .wtype = (uint8_t)wt, .param_off = param,
+        *l = (mk_lm_head){.n = rows, .k = b->m->hidden, .row0 = row0, .vocab = vocab, .wtype = (uint8_t)wt, .scale_k = b->m->lm_head.scale_k, .param_off = param,
                           .eps = b->m->final_norm.eps, .logits_vec = (uint16_t)logits, .logits_pub = (uint16_t)l_pub};
         if (wt == MK_W_FP8) {
-            l->phase = (uint16_t)(row0 % MK_SCALE_ROWS);
-            l->nseg = (uint16_t)mk_segments(l->phase, rows);
+            l->phase = (uint16_t)(row0 % mk_scale_rows(l->scale_k));
+            l->nseg = (uint16_t)mk_segments(l->phase, rows, l->scale_k);
         }
         mk_wait_all(b, in, R->h, R->h_pub);
         mk_signal(in, stats, s_pub, s);
         if (q->n > 1 && in[-1].opcode == MK_OP_LM_HEAD) in->flags |= MK_F_STAGED;
-        in->tape_bytes = (uint32_t)mk_segment_bytes(wt, rows, l->k, l->nseg, 128);
+        in->tape_bytes = (uint32_t)mk_segment_bytes(wt, rows, l->k, l->nseg, l->scale_k);
         mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_TAPE, .wtype = (uint8_t)wt, .halves = 1, .mat = {&b->m->lm_head, NULL}, .worker = w,
                                         .row0 = row0, .rows = rows, .phase = l->phase, .nseg = l->nseg, .dst = in->tape_off});
         q->tape += in->tape_bytes;

@@ -297,12 +297,19 @@ static int fetch_fp8(const view *v, uint64_t row0, uint64_t rows, uint8_t *dst, 
     return MK_OK;
 }
 
+/* Where column block cb ends. */
+static size_t column_end(const mk_mat *mat, uint32_t cb)
+{
+    const size_t end = (cb + (size_t)1) * mat->scale_k;
+    return mat->scale_k && end < mat->k ? end : mat->k;
+}
+
 /* Scales of block row rb, all nkb of them: amax / 448 over the block of the whole matrix, 1 for a block of zeros. Kept in `known`. */
 static int block_row_scales(const view *v, uint32_t rb, uint32_t nkb, _Atomic uint32_t *known)
 {
     const mk_mat *mat = v->mat;
     size_t k = mat->k;
-    uint64_t i0 = (uint64_t)rb * BLOCK, i1 = i0 + BLOCK < mat->n ? i0 + BLOCK : mat->n;
+    uint64_t rows = mk_scale_rows(mat->scale_k), i0 = rb * rows, i1 = i0 + rows < mat->n ? i0 + rows : mat->n;
     if (atomic_load_explicit(&known[nkb - 1], memory_order_acquire)) return MK_OK; /* stored last */
     float *top = calloc(k, sizeof *top);
     if (!top) return mk_fail(v->err, MK_E_SYSTEM, "out of memory");
@@ -310,7 +317,7 @@ static int block_row_scales(const view *v, uint32_t rb, uint32_t nkb, _Atomic ui
     for (uint64_t i = i0; !rc && i < i1; i++)
         if (!(rc = row_f32(v, i))) max_abs(v->x, k, top);
     for (uint32_t cb = 0; !rc && cb < nkb; cb++) {
-        size_t j = (size_t)cb * mat->scale_k, end = j + mat->scale_k < k ? j + mat->scale_k : k;
+        size_t j = (size_t)cb * mat->scale_k, end = column_end(mat, cb);
         float amax = 0;
         for (; j < end; j++) amax = top[j] > amax ? top[j] : amax;
         atomic_store_explicit(&known[cb], mk_f32_bits(mk_fp8_block_scale(amax)), cb + 1 == nkb ? memory_order_release : memory_order_relaxed);
@@ -323,8 +330,8 @@ static int quantise(const view *v, const mk_checkpoint *ck, uint64_t row0, uint6
 {
     const mk_mat *mat = v->mat;
     size_t k = mat->k;
-    uint32_t nrb = (mat->n + BLOCK - 1) / BLOCK, nkb = (mat->k + mat->scale_k - 1) / mat->scale_k;
-    uint32_t rb0 = (uint32_t)(row0 / BLOCK), nseg = (uint32_t)((row0 + rows - 1) / BLOCK) - rb0 + 1;
+    uint32_t in_block = mk_scale_rows(mat->scale_k), nrb = mk_segments(0, mat->n, mat->scale_k), nkb = mk_scale_blocks(mat->k, mat->scale_k);
+    uint32_t rb0 = (uint32_t)(row0 / in_block), nseg = (uint32_t)((row0 + rows - 1) / in_block) - rb0 + 1;
     uint64_t key = mat->source | (uint64_t)mat->scale_k << 8 | (uint64_t)v->expert << 16 | (uint64_t)mat->head_off << 32;
     _Atomic uint32_t *known = mk_checkpoint_scratch(ck, v->t, key, (size_t)nrb * nkb);
     if (!known) return mk_fail(v->err, MK_E_SYSTEM, "out of memory");
@@ -338,9 +345,9 @@ static int quantise(const view *v, const mk_checkpoint *ck, uint64_t row0, uint6
     for (uint64_t i = 0; i < rows; i++, dst += k) {
         int rc = row_f32(v, row0 + i);
         if (rc) return rc;
-        uint32_t seg = (uint32_t)((row0 + i) / BLOCK) - rb0;
+        uint32_t seg = (uint32_t)((row0 + i) / in_block) - rb0;
         for (uint32_t cb = 0; cb < nkb; cb++) {
-            size_t j = (size_t)cb * mat->scale_k, end = j + mat->scale_k < k ? j + mat->scale_k : k;
+            size_t j = (size_t)cb * mat->scale_k, end = column_end(mat, cb);
             encode_fp8(v->x + j, scales[(size_t)cb * nseg + seg], end - j, dst + j);
         }
     }
@@ -353,7 +360,7 @@ static int quantise(const view *v, const mk_checkpoint *ck, uint64_t row0, uint6
 static int check_source(const mk_mat *mat, const mk_tensor *t, uint32_t expert, mk_err *err)
 {
     uint32_t stacked = mat->source == MK_SRC_STACKED;
-    int ok = t->ndim == 2 + stacked && mat->n && mat->k && (mat->scale_k == 128 || mat->scale_k == 64), known = mk_dtype_bytes(t->dtype) != 0;
+    int ok = t->ndim == 2 + stacked && mat->n && mat->k && (mat->scale_k == 128 || mat->scale_k == 64 || (!mat->scale_k && t->dtype != MK_ST_F8_E4M3)), known = mk_dtype_bytes(t->dtype) != 0;
     if (ok && mat->source == MK_SRC_PLAIN) {
         ok = t->shape[0] == mat->n && t->shape[1] == mat->k;
     } else if (ok && stacked) {

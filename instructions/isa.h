@@ -99,7 +99,8 @@ enum mk_wtype { MK_W_BF16 = 1, MK_W_FP8 = 2 }; /* = enum mk_dtype */
 
 /* A matrix segment in memory, the unit a tape is made of. Rows [row0, row0 + rows) of a matrix with k columns:
  *   scales  f32[nkb][nseg], FP8 only: nkb = ceil(k / scale_k) column blocks, nseg = 128-row blocks that the rows touch:
- *           segment of row i = (phase + i) / 128 with phase = row0 mod 128; padded to a multiple of 16 bytes
+ *           segment of row i = (phase + i) / 128 with phase = row0 mod 128; padded to a multiple of 16 bytes. Or, LM_HEAD only and said by scale_k = 0, f32[rows]: a
+ *           scale a row, of all columns (nseg = rows, phase = 0)
  *   weights [kb][quarter][row][16 bytes]: K blocks of 64 bytes a row (64 FP8 or 32 BF16 values), the last one padded with zeros. Quarter q holds bytes
  *           [16 q, 16 q + 16) of every row's 64; rows are contiguous and unpadded
  * and the whole is padded to a multiple of 128 bytes. Eight rows of a quarter are a core matrix (8 x 16 bytes, contiguous) of wgmma's K-major layout without
@@ -343,7 +344,8 @@ typedef struct mk_expert {
  * Logits f32[row][vocab] go to the bulk vector `logits` (signal2). Rows without MK_ROW_LOGITS publish stats of -inf. */
 typedef struct mk_lm_head {
     uint32_t n, k, row0, vocab;
-    uint8_t wtype, pad[3];
+    uint8_t wtype, pad;
+    uint16_t scale_k;    /* columns a scale covers: 128, or 0 for a scale a row */
     uint16_t phase, nseg;
     uint32_t param_off;
     float eps;
@@ -413,12 +415,26 @@ MK_BOTH uint32_t mk_start(uint32_t t, uint32_t n, uint32_t parts)
 {
     return (uint32_t)((uint64_t)t * n / parts);
 }
+/* What a scale of FP8 weights covers: rows; column blocks of k columns. */
+MK_BOTH uint32_t mk_scale_rows(uint32_t scale_k)
+{
+    return scale_k ? MK_SCALE_ROWS : 1;
+}
+MK_BOTH uint32_t mk_scale_blocks(uint32_t k, uint32_t scale_k)
+{
+    return scale_k ? (k + scale_k - 1) / scale_k : 1;
+}
+/* Scales that rows [phase, phase + rows) have in a column block. */
+MK_BOTH uint32_t mk_segments(uint32_t phase, uint32_t rows, uint32_t scale_k)
+{
+    return (phase + rows + mk_scale_rows(scale_k) - 1) / mk_scale_rows(scale_k);
+}
 /* Bytes of a segment: rows x k of type wtype with nseg scale rows per column block (both halves of a SILU pair counted in
  * rows and nseg). */
 MK_BOTH uint64_t mk_segment_scale_bytes(uint32_t wtype, uint32_t k, uint32_t nseg, uint32_t scale_k)
 {
     if (wtype != MK_W_FP8) return 0;
-    uint64_t b = (uint64_t)((k + scale_k - 1) / scale_k) * nseg * 4;
+    uint64_t b = (uint64_t)mk_scale_blocks(k, scale_k) * nseg * 4;
     return (b + 15) & ~(uint64_t)15;
 }
 MK_BOTH uint32_t mk_kblock_values(uint32_t wtype)
@@ -435,11 +451,6 @@ MK_BOTH uint64_t mk_segment_bytes(uint32_t wtype, uint32_t rows, uint32_t k, uin
     uint32_t v = mk_kblock_values(wtype);
     uint64_t b = mk_segment_scale_bytes(wtype, k, nseg, scale_k) + (uint64_t)((k + v - 1) / v) * rows * MK_KBLOCK_BYTES;
     return (b + 127) & ~(uint64_t)127;
-}
-/* 128-row scale blocks touched by rows [phase, phase + rows). */
-MK_BOTH uint32_t mk_segments(uint32_t phase, uint32_t rows)
-{
-    return (phase + rows + MK_SCALE_ROWS - 1) / MK_SCALE_ROWS;
 }
 
 /* Bytes of DELTA_STEP's segment of f (which = 0) or z. */

@@ -45,7 +45,7 @@ void mk_lm_head_twin(mk_ctx *c)
                         .halves = 1,
                         .nseg = l->nseg,
                         .phase = l->phase,
-                        .scale_k = MK_SCALE_ROWS};
+                        .scale_k = l->scale_k};
         mk_matvec(&s, xr, m, yr);
         for (uint32_t q = 0; q < m; q++)
             for (uint32_t i = 0; i < l->n; i++) yr[q][i] *= factor[q];

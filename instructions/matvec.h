@@ -11,7 +11,7 @@ typedef struct mk_segment {
     uint32_t wtype, rows, k;
     uint32_t halves;      /* rows are `halves` equal parts, each with its own nseg scale rows */
     uint32_t nseg, phase; /* of each part */
-    uint32_t scale_k;
+    uint32_t scale_k;     /* 0: a scale a row */
     uint32_t kb0, kb1;    /* K blocks [kb0, kb1) alone; kb1 0: all */
 } mk_segment;
 

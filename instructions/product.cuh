@@ -183,7 +183,8 @@ typedef struct mk_way {
     uint32_t kb_bytes, scale_row; /* from K block to K block; from scale row to scale row */
     uint32_t c[2 * MK_TILES];     /* FP8: where the scales of its tiles' upper and lower rows are, from a scale row on */
 } mk_way;
-template <bool FP8> MK_DEV mk_way mk_way_of(const mk_tile *t, uint32_t at, uint32_t scales)
+/* BY_ROW: there may be a scale a row. */
+template <bool FP8, bool BY_ROW = false> MK_DEV mk_way mk_way_of(const mk_tile *t, uint32_t at, uint32_t scales)
 {
     const uint32_t rows = t->rows, warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = warp % MK_GROUP_WARPS;
     const bool sides = rows > 16 * MK_TILES;
@@ -195,7 +196,10 @@ template <bool FP8> MK_DEV mk_way mk_way_of(const mk_tile *t, uint32_t at, uint3
     w.row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16;
     w.kb_bytes = rows * MK_KBLOCK_BYTES;
     w.scale_row = (t->halves == 2 ? 8 : 4) * t->nseg;
-    if (FP8 && t->nseg > 1) {
+    if (FP8 && BY_ROW && t->shift == MK_SHIFT_ROWS) {
+#pragma unroll
+        for (uint32_t i = 0; i < 2 * MK_TILES; i++) w.c[i] = 4 * min(row0 + 8 * i + (lane >> 2), rows - 1) - scales;
+    } else if (FP8 && t->nseg > 1) {
 #pragma unroll
         for (uint32_t i = 0; i < 2 * MK_TILES; i++) w.c[i] = mk_scale_of(row0 + 8 * i + (lane >> 2), rows, half, t->nseg, t->phase) - scales;
     } else { /* a scale for all rows of a half */
@@ -337,7 +341,7 @@ template <uint32_t FORM, bool ONE>
 MK_DEV mk_accs mk_product_of(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
     const mk_lap lap = mk_sh()->lap[ring];
-    const mk_way y = mk_way_of<FORM == MK_X_F16>(t, slot->at, lap.scales);
+    const mk_way y = ring == MK_TAPE ? mk_way_of<FORM == MK_X_F16, true>(t, slot->at, lap.scales) : mk_way_of<FORM == MK_X_F16>(t, slot->at, lap.scales);
     return mk_product_by<FORM, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
 }
 template <uint32_t FORM>

@@ -187,11 +187,13 @@ static int segment(mk_check *c, uint32_t x, uint32_t wtype, uint64_t n, uint32_t
     if (!k || k > MAX_K) return mk_refuse(c, x, "k is %u, expected 1 to %u", k, MAX_K);
     if (!n || n * halves > MK_SEGMENT_ROWS)
         return mk_refuse(c, x, "%llu x %u matrix rows, expected 1 to %u in a segment", (ull)n, halves, MK_SEGMENT_ROWS);
-    uint32_t want_phase = wtype == MK_W_FP8 ? row0 % MK_SCALE_ROWS : 0, want_seg = wtype == MK_W_FP8 ? mk_segments(want_phase, (uint32_t)n) : 0;
+    const int by_row = c->p->insn[x].opcode == MK_OP_LM_HEAD; /* may have a scale a row */
+    if (wtype == MK_W_FP8 && scale_k != 64 && scale_k != 128 && !(by_row && !scale_k))
+        return mk_refuse(c, x, "scales cover %u columns, expected 64 or 128%s", scale_k, by_row ? ", or 0 for a scale a row" : "");
+    uint32_t want_phase = wtype == MK_W_FP8 ? row0 % mk_scale_rows(scale_k) : 0, want_seg = wtype == MK_W_FP8 ? mk_segments(want_phase, (uint32_t)n, scale_k) : 0;
     if (phase != want_phase || nseg != want_seg)
         return mk_refuse(c, x, "scales: phase %u and %u segments, rows [%u, %llu) have phase %u and %u", phase, nseg, row0, row0 + (ull)n, want_phase,
                          want_seg);
-    if (wtype == MK_W_FP8 && scale_k != 64 && scale_k != 128) return mk_refuse(c, x, "scales cover %u columns, expected 64 or 128", scale_k);
     return MK_OK;
 }
 
@@ -504,7 +506,7 @@ static int check_expert(mk_check *c, uint32_t x, const mk_expert *e)
         /* longest slice, and 128-row blocks that a slice may touch */
         uint32_t rows = 0, nseg = 0;
         for (uint32_t t = 0; t < e->T; t++) {
-            uint32_t a = mk_start(t, e->inter, e->T), n = mk_start(t + 1, e->inter, e->T) - a, s = mk_segments(a % MK_SCALE_ROWS, n);
+            uint32_t a = mk_start(t, e->inter, e->T), n = mk_start(t + 1, e->inter, e->T) - a, s = mk_segments(a % MK_SCALE_ROWS, n, MK_SCALE_ROWS);
             if (n > rows) rows = n;
             if (s > nseg) nseg = s;
         }
@@ -536,7 +538,7 @@ static int check_expert(mk_check *c, uint32_t x, const mk_expert *e)
         return mk_refuse(c, x, "slice %u of %u, but it publishes slice %u of %u of %s", e->t, e->T, in->signal_slice, h->nslice, h->name);
     uint32_t phase = e->wtype == MK_W_FP8 ? row0 % MK_SCALE_ROWS : 0;
     if (e->phase != phase) return mk_refuse(c, x, "scales: phase %u, row %u has phase %u", e->phase, row0, phase);
-    TRY(check_expert_region(c, x, e, route, e->n, 1, e->wtype == MK_W_FP8 ? mk_segments(phase, e->n) : 0));
+    TRY(check_expert_region(c, x, e, route, e->n, 1, e->wtype == MK_W_FP8 ? mk_segments(phase, e->n, MK_SCALE_ROWS) : 0));
     if (acc->scope == MK_LOCAL) {
         const mk_insn *src;
         TRY(written_by(c, x, 2, MK_OP_GEMV, &src));
@@ -554,8 +556,8 @@ static int check_expert(mk_check *c, uint32_t x, const mk_expert *e)
 static int check_lm_head(mk_check *c, uint32_t x, const mk_lm_head *l)
 {
     const mk_insn *in = &c->p->insn[x];
-    TRY(segment(c, x, l->wtype, l->n, 1, l->k, l->row0, l->phase, l->nseg, MK_SCALE_ROWS));
-    TRY(tape(c, x, mk_segment_bytes(l->wtype, l->n, l->k, l->nseg, MK_SCALE_ROWS)));
+    TRY(segment(c, x, l->wtype, l->n, 1, l->k, l->row0, l->phase, l->nseg, l->scale_k));
+    TRY(tape(c, x, mk_segment_bytes(l->wtype, l->n, l->k, l->nseg, l->scale_k)));
     if (l->vocab != c->i->vocab || l->row0 > l->vocab || l->n > l->vocab - l->row0)
         return mk_refuse(c, x, "vocabulary rows [%u, +%u) of %u, the program's vocabulary is %u", l->row0, l->n, l->vocab, c->i->vocab);
     TRY(no_dynamic(c, x, 0));

@@ -123,7 +123,8 @@ typedef struct mk_draws {
 typedef struct mk_tile {
     uint32_t wtype, rows, nkb, per, nst; /* K blocks, K blocks a stage, stages */
     uint32_t halves, nseg, phase;        /* scale segments: isa.h */
-    uint32_t shift;                      /* K blocks a scale row: 1 << shift */
+    uint32_t shift;                      /* K blocks a scale row: 1 << shift. MK_SHIFT_ROWS: all of them, and a scale a row */
+#define MK_SHIFT_ROWS 31u
 } mk_tile;
 /* The vector of wait 0 as an instruction wants it. */
 typedef struct mk_input {

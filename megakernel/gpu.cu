@@ -105,7 +105,7 @@ static uint32_t scales_of(const mk_insn *in)
     const mk_expert *e = &in->expert;
     switch (in->opcode) {
     case MK_OP_GEMV: return (uint32_t)mk_segment_scale_bytes(v->wtype, v->k, v->nseg * (v->epilogue == MK_EPI_SILU ? 2u : 1u), v->scale_k);
-    case MK_OP_LM_HEAD: return (uint32_t)mk_segment_scale_bytes(l->wtype, l->k, l->nseg, MK_SCALE_ROWS);
+    case MK_OP_LM_HEAD: return (uint32_t)mk_segment_scale_bytes(l->wtype, l->k, l->nseg, l->scale_k);
     case MK_OP_EXPERT_UP: return (uint32_t)mk_segment_scale_bytes(e->wtype, e->k, 2u * e->nseg, MK_SCALE_ROWS);
     case MK_OP_EXPERT_DOWN: return (uint32_t)mk_segment_scale_bytes(e->wtype, e->k, e->nseg, MK_SCALE_ROWS);
     default: return 0;
@@ -375,7 +375,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             int lm = in->opcode == MK_OP_LM_HEAD;
             const mk_gemv *v = &in->gemv;
             uint32_t wtype = lm ? in->lm_head.wtype : v->wtype, rows = rows_of(in), kk = lm ? in->lm_head.k : v->k;
-            uint32_t scale_k = lm ? MK_SCALE_ROWS : v->scale_k, planes = !lm && v->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
+            uint32_t scale_k = lm ? in->lm_head.scale_k : v->scale_k, planes = !lm && v->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
             mk_tape_seg *s = &seg[n_seg++];
             s->off = p->tape_base[w % workers] + in->tape_off;
             s->scales = scales_of(in);
@@ -383,7 +383,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             s->per = (uint16_t)mk_stage_kblocks(&a->ring[MK_TAPE], wtype, rows, s->nkb, planes, 1);
             s->bytes = s->nkb * rows * MK_KBLOCK_BYTES;
             s->stage = s->per * rows * MK_KBLOCK_BYTES;
-            s->shift = scale_k == 128 ? 1 : 0;
+            s->shift = scale_k == 128 ? 1 : scale_k ? 0 : MK_SHIFT_ROWS;
             s->lm_head = (uint8_t)lm;
             rc = plan_of(g, in, s, &keys, &plan[k], err);
         }

@@ -26,6 +26,18 @@ static __global__ void block_scales(const __grid_constant__ mk_pack_piece p)
     if (threadIdx.x == 0) p.block[blockIdx.y * nkb + cb] = mk_fp8_block_scale(__uint_as_float(most));
 }
 
+/* A warp a row of the piece, whose scale that is. */
+static __global__ void row_scales(const __grid_constant__ mk_pack_piece p)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    for (uint32_t i = p.p0 + blockIdx.x * (THREADS / 32) + threadIdx.x / 32; i < p.p1; i += gridDim.x * (THREADS / 32)) {
+        uint32_t top = 0;
+        for (uint32_t j = lane; j < p.rows.k; j += 32) top = max(top, mk_pack_magnitude(&p, i, j));
+        top = __reduce_max_sync(0xffffffffu, top);
+        if (lane == 0) p.block[i - p.p0] = mk_fp8_block_scale(__uint_as_float(top));
+    }
+}
+
 /* Segment `first` + blockIdx.y; refused: the lowest (put, segment) with a weight that cannot be packed. */
 static __global__ void __launch_bounds__(THREADS) segments(const __grid_constant__ mk_pack_piece p, const mk_pack_seg *seg, uint32_t first, uint32_t n, uint32_t put,
                                                            unsigned long long *refused)
@@ -36,7 +48,7 @@ static __global__ void __launch_bounds__(THREADS) segments(const __grid_constant
         const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
         int good = 1;
         for (uint32_t g = thread; g < x.groups; g += threads) good &= mk_pack_put(&p, &s, x, g);
-        const uint32_t used = p.wtype == MK_W_FP8 && !s.table ? mk_segments(s.phase, s.rows) : 0, scales = used * mk_pack_column_blocks(&p);
+        const uint32_t used = p.wtype == MK_W_FP8 && !s.table ? mk_segments(s.phase, s.rows, p.rows.scale_k) : 0, scales = used * mk_pack_column_blocks(&p);
         for (uint32_t i = thread; i < scales; i += threads) {
             uint32_t at;
             float scale;
@@ -183,7 +195,7 @@ static cudaError_t bring(mk_packer *p, uint8_t *to, const unsigned char *from, u
 
 extern "C" int mk_packer_put(mk_packer *p, const mk_pack_piece *piece, uint64_t data_bytes, uint64_t scale_bytes, uint32_t first, uint32_t n, mk_err *err)
 {
-    uint32_t b = p->puts % 2, rows = piece->p1 - piece->p0, nkb = mk_pack_column_blocks(piece), nrb = (rows + MK_SCALE_ROWS - 1) / MK_SCALE_ROWS;
+    uint32_t b = p->puts % 2, rows = piece->p1 - piece->p0, nkb = mk_pack_column_blocks(piece), nrb = mk_segments(0, rows, piece->rows.scale_k);
     uint64_t scales = (data_bytes + 255) & ~255ull;
     mk_pack_piece q = *piece;
     if (scales + scale_bytes > p->raw_bytes + 256 || (mk_pack_quantises(piece) && (uint64_t)nrb * nkb > p->blocks))
@@ -196,7 +208,8 @@ extern "C" int mk_packer_put(mk_packer *p, const mk_pack_piece *piece, uint64_t 
         (e = bring(p, p->raw[b] + scales, piece->scales, scale_bytes)) || (e = cudaEventRecord(p->brought[b], p->copy)) ||
         (e = cudaStreamWaitEvent(p->pack, p->brought[b], 0)))
         return failed(err, e);
-    if (mk_pack_quantises(&q)) block_scales<<<dim3(nkb, nrb), THREADS, 0, p->pack>>>(q);
+    if (mk_pack_quantises(&q) && q.rows.scale_k) block_scales<<<dim3(nkb, nrb), THREADS, 0, p->pack>>>(q);
+    if (mk_pack_quantises(&q) && !q.rows.scale_k) row_scales<<<1024, THREADS, 0, p->pack>>>(q);
     if (n) segments<<<dim3(n > 64 ? 4 : 64, n < 32768 ? n : 32768), THREADS, 0, p->pack>>>(q, p->seg, first, n, p->puts, p->refused);
     if ((e = cudaGetLastError()) || (e = cudaMemcpyAsync(p->seen, p->refused, sizeof *p->seen, cudaMemcpyDeviceToHost, p->pack)) ||
         (e = cudaEventRecord(p->packed[b], p->pack)))

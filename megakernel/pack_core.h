@@ -29,7 +29,7 @@ typedef struct mk_pack_piece {
     uint32_t scale_cols;      /* columns of the tensor of scales */
     const unsigned char *data;   /* PLAIN: row p0 of the matrix. HEAD_*: the tensor */
     const unsigned char *scales; /* all of them; NULL: the tensor is not FP8 */
-    float *block;             /* BF16, F16, F32 -> FP8: scales [128-row block from p0 on][column block], mk_pack_block_max fills them */
+    float *block;             /* BF16, F16, F32 -> FP8: scales [block of 128 rows, or row, from p0 on][column block], which whoever has the piece fills first */
     uint8_t *dst;             /* the region, for this expert */
 } mk_pack_piece;
 
@@ -39,7 +39,7 @@ MK_BOTH uint32_t mk_pack_size(uint32_t dtype)
 }
 MK_BOTH uint32_t mk_pack_column_blocks(const mk_pack_piece *p)
 {
-    return (p->rows.k + p->rows.scale_k - 1) / p->rows.scale_k;
+    return mk_scale_blocks(p->rows.k, p->rows.scale_k);
 }
 MK_BOTH int mk_pack_quantises(const mk_pack_piece *p)
 {
@@ -100,17 +100,18 @@ MK_BOTH uint32_t mk_pack_magnitude(const mk_pack_piece *p, uint64_t i, uint32_t 
     return bad ? 0 : u;
 }
 
-/* The scale of column block cb and 128-row block g of a half's rows. 0: not of this piece; 1: *scale, *at (floats from the segment's begin) are
+/* The scale of column block cb and row block g of a half's rows. 0: not of this piece; 1: *scale, *at (floats from the segment's begin) are
  * set; -1: the checkpoint cannot be packed. */
 MK_BOTH int mk_pack_scale(const mk_pack_piece *p, const mk_pack_seg *s, uint32_t cb, uint32_t g, uint32_t *at, float *scale)
 {
-    uint32_t first = g ? g * MK_SCALE_ROWS - s->phase : 0, end = (g + 1) * MK_SCALE_ROWS - s->phase, trb = 0, tcb = 0;
+    const uint32_t rows = mk_scale_rows(p->rows.scale_k);
+    uint32_t first = g ? g * rows - s->phase : 0, end = (g + 1) * rows - s->phase, trb = 0, tcb = 0;
     int bad = 0;
     if (end > s->rows) end = s->rows;
     if (s->row0 + first < p->p0 || s->row0 + first >= p->p1) return 0;
     *at = (cb * s->halves + s->half) * s->nseg + g;
     if (mk_pack_quantises(p)) {
-        *scale = p->block[((s->row0 + first) / MK_SCALE_ROWS - p->p0 / MK_SCALE_ROWS) * mk_pack_column_blocks(p) + cb];
+        *scale = p->block[((s->row0 + first) / rows - p->p0 / rows) * mk_pack_column_blocks(p) + cb];
         return 1;
     }
     if (!mk_rows_block(&p->rows, s->row0 + first, end - first, cb, &trb, &tcb)) return -1;
@@ -155,7 +156,8 @@ MK_BOTH int mk_pack_group(const mk_pack_piece *p, uint64_t i, uint32_t j0, uint3
             bad |= (h & 0x7f80u) == 0x7f80u || (p->exact && (mk_f32_bits(x) & 0xffffu));
             out[k / 2] |= h << 16 * (k & 1);
         } else {
-            uint64_t b = (i / MK_SCALE_ROWS - p->p0 / MK_SCALE_ROWS) * mk_pack_column_blocks(p) + (j0 + k) / p->rows.scale_k;
+            const uint32_t rows = mk_scale_rows(p->rows.scale_k);
+            uint64_t b = (i / rows - p->p0 / rows) * mk_pack_column_blocks(p) + (p->rows.scale_k ? (j0 + k) / p->rows.scale_k : 0);
             if (b != block) scale = p->block[b];
             block = b;
             out[k / 4] |= (uint32_t)(bad ? 0 : mk_to_fp8_finite(x / scale)) << 8 * (k & 3);

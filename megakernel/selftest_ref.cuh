@@ -68,9 +68,9 @@ typedef struct ref_segment {
 static __device__ double ref_weight(const ref_segment *s, uint32_t row, uint32_t k)
 {
     if (s->wtype == MK_W_BF16) return ref_bf16(s->at + ((size_t)(k / 8) * s->rows + row) * 16 + k % 8 * 2);
-    uint32_t blocks = (s->k + s->scale_k - 1) / s->scale_k, part = s->rows / s->halves, all = s->nseg * s->halves;
+    uint32_t blocks = s->scale_k ? (s->k + s->scale_k - 1) / s->scale_k : 1, part = s->rows / s->halves, all = s->nseg * s->halves;
     uint32_t bytes = (blocks * all * 4 + 15) / 16 * 16, half = row / part, i = row % part;
-    float scale = ((const float *)s->at)[k / s->scale_k * all + half * s->nseg + (s->phase + i) / 128];
+    float scale = ((const float *)s->at)[s->scale_k ? k / s->scale_k * all + half * s->nseg + (s->phase + i) / 128 : i]; /* 0: a scale a row */
     return (double)ref_fp8(s->at[bytes + ((size_t)(k / 16) * s->rows + row) * 16 + k % 16]) * scale;
 }
 static __device__ double ref_dot(const ref_segment *s, uint32_t row, const float *x)
@@ -391,7 +391,7 @@ static __global__ void ref_lm_head(ref a)
     const mk_lm_head *l = &in->lm_head;
     const uint32_t at = blockIdx.x * blockDim.x + threadIdx.x, i = at % l->n, r = at / l->n;
     if (r >= a.step.nrows) return;
-    ref_segment s = {a.tape + a.tape_base[a.worker[blockIdx.y]] + in->tape_off, l->wtype, l->n, l->k, 1, l->nseg, l->phase, 128};
+    ref_segment s = {a.tape + a.tape_base[a.worker[blockIdx.y]] + in->tape_off, l->wtype, l->n, l->k, 1, l->nseg, l->phase, l->scale_k};
     a.want[(size_t)r * l->vocab + l->row0 + i] = (float)ref_dot(&s, i, a.staged + (size_t)r * a.in[0].width);
 }
 

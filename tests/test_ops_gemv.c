@@ -14,12 +14,21 @@ static void *need(void *p)
 
 /* ---- matrices -------------------------------------------------------------------------------------------------------- */
 
-/* A whole matrix as a checkpoint has it: codes, and for FP8 one scale per 128 rows and scale_k columns. */
+/* A whole matrix as a checkpoint has it: codes, and for FP8 one scale per 128 rows and scale_k columns, or (scale_k 0) per row. */
 typedef struct matrix {
     uint32_t rows, k, wtype, scale_k;
     uint16_t *code; /* [rows][k]: e4m3 byte or bf16 bits */
-    float *scale;   /* [ceil(rows / 128)][ceil(k / scale_k)] */
+    float *scale;   /* [ceil(rows / 128)][ceil(k / scale_k)], or [rows] */
 } matrix;
+
+static uint32_t scale_height(const matrix *w)
+{
+    return w->scale_k ? 128 : 1;
+}
+static uint32_t scale_columns(const matrix *w)
+{
+    return w->scale_k ? (w->k + w->scale_k - 1) / w->scale_k : 1;
+}
 
 static double e4m3(uint32_t b)
 {
@@ -31,7 +40,7 @@ static double e4m3(uint32_t b)
 static matrix matrix_new(uint64_t seed, uint32_t rows, uint32_t k, uint32_t wtype, uint32_t scale_k)
 {
     matrix w = {rows, k, wtype, scale_k, need(malloc((size_t)rows * k * 2)), NULL};
-    uint32_t blocks = ((rows + 127) / 128) * ((k + scale_k - 1) / scale_k);
+    uint32_t blocks = (rows + scale_height(&w) - 1) / scale_height(&w) * scale_columns(&w);
     w.scale = need(malloc(blocks * sizeof *w.scale));
     for (size_t i = 0; i < (size_t)rows * k; i++) {
         if (wtype == MK_W_FP8) {
@@ -53,22 +62,22 @@ static void matrix_free(matrix *w)
 
 static double weight(const matrix *w, uint32_t row, uint32_t col)
 {
-    uint32_t c = w->code[(size_t)row * w->k + col], blocks = (w->k + w->scale_k - 1) / w->scale_k;
+    uint32_t c = w->code[(size_t)row * w->k + col];
     if (w->wtype == MK_W_BF16) return (double)mk_bf16_to_f32((uint16_t)c);
-    return e4m3(c) * (double)w->scale[row / 128 * blocks + col / w->scale_k];
+    return e4m3(c) * (double)w->scale[row / scale_height(w) * scale_columns(w) + (w->scale_k ? col / w->scale_k : 0)];
 }
 
 /* Segment of rows [row0, row0 + n) of m matrices (1, or gate and up) at dst; nseg scale rows each. Returns its bytes. */
 static uint64_t pack(uint8_t *dst, const matrix *const *w, uint32_t m, uint32_t row0, uint32_t n, uint32_t nseg)
 {
     const matrix *a = w[0];
-    uint32_t v = a->wtype == MK_W_FP8 ? 64 : 32, nkb = (a->k + v - 1) / v, scales = a->wtype == MK_W_FP8 ? (a->k + a->scale_k - 1) / a->scale_k : 0;
+    uint32_t v = a->wtype == MK_W_FP8 ? 64 : 32, nkb = (a->k + v - 1) / v, scales = a->wtype == MK_W_FP8 ? scale_columns(a) : 0;
     uint64_t at = 0;
     for (uint32_t kb = 0; kb < scales; kb++)
         for (uint32_t h = 0; h < m; h++)
             for (uint32_t s = 0; s < nseg; s++, at += 4) {
-                uint32_t block = row0 / 128 + s;
-                float f = block < (a->rows + 127) / 128 ? w[h]->scale[block * scales + kb] : 0;
+                uint32_t block = row0 / scale_height(a) + s;
+                float f = block < (a->rows + scale_height(a) - 1) / scale_height(a) ? w[h]->scale[block * scales + kb] : 0;
                 memcpy(dst + at, &f, 4);
             }
     at = (at + 15) & ~15ull;
@@ -141,7 +150,7 @@ static void gemv_check(const gemv_case *t)
     onestep *o = one_new(2, t->act_f32);
     uint32_t act = t->act_f32 ? MK_F32 : MK_BF16, headnorm = t->prologue == MK_PRO_HEADNORM, halves = t->epilogue == MK_EPI_SILU ? 2 : 1;
     uint32_t width = t->in_off + t->k + (headnorm ? 0 : 9), phase = t->wtype == MK_W_FP8 ? t->row0 % 128 : 0;
-    uint32_t nseg = t->wtype == MK_W_FP8 ? mk_segments(phase, t->n) : 0;
+    uint32_t nseg = t->wtype == MK_W_FP8 ? mk_segments(phase, t->n, t->scale_k) : 0;
     matrix m[2] = {matrix_new(1, t->rows, t->k, t->wtype, t->scale_k), matrix_new(2, t->rows, t->k, t->wtype, t->scale_k)};
     const matrix *mp[2] = {&m[0], &m[1]};
     float *gamma = need(malloc(t->k * sizeof *gamma)), x[MK_MAX_ROWS][2048], res[MK_MAX_ROWS][512], trailer[MK_MAX_ROWS][64];
@@ -335,7 +344,7 @@ static void test_gemv_cuts(void **state)
         one_row(o, 0, 0);
         one_put(o, vec, 0, x, NULL);
         for (uint32_t s = 0; s < cuts; s++) {
-            uint32_t a = mk_start(s, ROWS, cuts), n = mk_start(s + 1, ROWS, cuts) - a, nseg = mk_segments(a % 128, n);
+            uint32_t a = mk_start(s, ROWS, cuts), n = mk_start(s + 1, ROWS, cuts) - a, nseg = mk_segments(a % 128, n, 128);
             pack(one_tape(o, mk_segment_bytes(MK_W_FP8, n, K, nseg, 128)), mp, 1, a, n, nseg);
             one_insn(o, MK_OP_GEMV);
             one_wait(o, vec);
@@ -417,12 +426,12 @@ static void expert_check(const expert_case *t)
     for (uint32_t s = 0; s < T; s++) {
         uint32_t a = mk_start(s, I, T), n = mk_start(s + 1, I, T) - a;
         if (n > up_rows) up_rows = n;
-        if (fp8 && mk_segments(a % 128, n) > up_seg) up_seg = mk_segments(a % 128, n);
+        if (fp8 && mk_segments(a % 128, n, 128) > up_seg) up_seg = mk_segments(a % 128, n, 128);
     }
     for (uint32_t s = 0; s < t->h_slices; s++) {
         uint32_t a = mk_start(s, H, t->h_slices), n = mk_start(s + 1, H, t->h_slices) - a;
         if (n > dn_rows) dn_rows = n;
-        if (fp8 && mk_segments(a % 128, n) > dn_seg) dn_seg = mk_segments(a % 128, n);
+        if (fp8 && mk_segments(a % 128, n, 128) > dn_seg) dn_seg = mk_segments(a % 128, n, 128);
     }
     uint64_t up_slice = mk_segment_bytes(t->wtype, 2 * up_rows, H, 2 * up_seg, 128), dn_slice = mk_segment_bytes(t->wtype, dn_rows, I, dn_seg, 128);
     uint64_t up_base = 256, dn_base = up_base + EXPERTS * T * up_slice, all = dn_base + EXPERTS * t->h_slices * dn_slice;
@@ -545,11 +554,14 @@ static void test_experts(void **state)
 
 /* ---- LM_HEAD --------------------------------------------------------------------------------------------------------- */
 
-static void lm_case(uint32_t wtype, uint32_t vocab, uint32_t k, uint32_t slices, int act_f32)
+static void lm_case(uint32_t wtype, uint32_t scale_k, uint32_t vocab, uint32_t k, uint32_t slices, int act_f32)
 {
     onestep *o = one_new(2, act_f32);
-    matrix m = matrix_new(4, vocab, k, wtype, 128);
-    for (uint32_t i = 0; i + 1 < vocab; i += 2) memcpy(m.code + (i + 1) * k, m.code + i * k, k * sizeof *m.code); /* ties */
+    matrix m = matrix_new(4, vocab, k, wtype, scale_k);
+    for (uint32_t i = 0; i + 1 < vocab; i += 2) { /* ties */
+        memcpy(m.code + (i + 1) * k, m.code + i * k, k * sizeof *m.code);
+        if (!scale_k) m.scale[i + 1] = m.scale[i];
+    }
     const matrix *mp[1] = {&m};
     float *gamma = need(malloc(k * sizeof *gamma)), *x = need(malloc(MK_MAX_ROWS * k * sizeof *x));
     float *first = need(malloc(MK_MAX_ROWS * vocab * sizeof *first));
@@ -573,14 +585,14 @@ static void lm_case(uint32_t wtype, uint32_t vocab, uint32_t k, uint32_t slices,
         }
         memset(one_bulk_at(o, logits), 0xff, (size_t)MK_MAX_ROWS * vocab * 4);
         for (uint32_t s = 0; s < slices; s++) {
-            uint32_t a = mk_start(s, vocab, slices), n = mk_start(s + 1, vocab, slices) - a, phase = wtype == MK_W_FP8 ? a % 128 : 0;
-            uint32_t nseg = wtype == MK_W_FP8 ? mk_segments(phase, n) : 0;
-            pack(one_tape(o, mk_segment_bytes(wtype, n, k, nseg, 128)), mp, 1, a, n, nseg);
+            uint32_t a = mk_start(s, vocab, slices), n = mk_start(s + 1, vocab, slices) - a, phase = wtype == MK_W_FP8 && scale_k ? a % 128 : 0;
+            uint32_t nseg = wtype == MK_W_FP8 ? mk_segments(phase, n, scale_k) : 0;
+            pack(one_tape(o, mk_segment_bytes(wtype, n, k, nseg, scale_k)), mp, 1, a, n, nseg);
             assert_false(one_ready(o, logits, 0, 0));
             one_insn(o, MK_OP_LM_HEAD);
             one_wait(o, h);
             one_to(o, stats, s);
-            o->in.lm_head = (mk_lm_head){.n = n, .k = k, .row0 = a, .vocab = vocab, .wtype = (uint8_t)wtype, .phase = (uint16_t)phase,
+            o->in.lm_head = (mk_lm_head){.n = n, .k = k, .row0 = a, .vocab = vocab, .wtype = (uint8_t)wtype, .scale_k = (uint16_t)scale_k, .phase = (uint16_t)phase,
                                          .nseg = (uint16_t)nseg, .param_off = param, .eps = 1e-5f, .logits_vec = (uint16_t)logits};
             one_run(o, 0);
         }
@@ -621,7 +633,7 @@ static void lm_case(uint32_t wtype, uint32_t vocab, uint32_t k, uint32_t slices,
             }
         }
     }
-    print_message("lm_head wtype %u vocab %u k %u act_f32 %d: max error %.2g\n", wtype, vocab, k, act_f32, worst);
+    print_message("lm_head wtype %u scale_k %u vocab %u k %u act_f32 %d: max error %.2g\n", wtype, scale_k, vocab, k, act_f32, worst);
     matrix_free(&m);
     free(gamma), free(x), free(first), free(xd);
     one_free(o);
@@ -630,11 +642,13 @@ static void lm_case(uint32_t wtype, uint32_t vocab, uint32_t k, uint32_t slices,
 static void test_lm_head(void **state)
 {
     (void)state;
-    lm_case(MK_W_BF16, 100, 96, 1, 1);
-    lm_case(MK_W_BF16, 333, 100, 4, 0);
-    lm_case(MK_W_FP8, 500, 200, 3, 1);
-    lm_case(MK_W_FP8, 500, 192, 5, 0);
-    lm_case(MK_W_BF16, 9, 32, 9, 1);
+    lm_case(MK_W_BF16, 128, 100, 96, 1, 1);
+    lm_case(MK_W_BF16, 128, 333, 100, 4, 0);
+    lm_case(MK_W_FP8, 128, 500, 200, 3, 1);
+    lm_case(MK_W_FP8, 128, 500, 192, 5, 0);
+    lm_case(MK_W_FP8, 0, 300, 200, 4, 1);
+    lm_case(MK_W_FP8, 0, 300, 192, 6, 0);
+    lm_case(MK_W_BF16, 128, 9, 32, 9, 1);
 }
 
 /* ---- EMBED ----------------------------------------------------------------------------------------------------------- */

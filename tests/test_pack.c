@@ -30,9 +30,9 @@ static int pack_unit(void *arg, const mk_pack_unit *u, mk_err *err)
     p.block = malloc((u->blocks + 1) * sizeof *p.block);
     assert_non_null(p.block);
     for (uint32_t b = 0; b < u->blocks; b++) {
-        uint32_t r0 = p.p0 + b / nkb * MK_SCALE_ROWS, c0 = b % nkb * p.rows.scale_k, top = 0;
-        for (uint32_t i = r0; i < r0 + MK_SCALE_ROWS && i < p.p1; i++)
-            for (uint32_t j = c0; j < c0 + p.rows.scale_k && j < p.rows.k; j++) {
+        uint32_t rows = mk_scale_rows(p.rows.scale_k), columns = p.rows.scale_k ? p.rows.scale_k : p.rows.k, r0 = p.p0 + b / nkb * rows, c0 = b % nkb * columns, top = 0;
+        for (uint32_t i = r0; i < r0 + rows && i < p.p1; i++)
+            for (uint32_t j = c0; j < c0 + columns && j < p.rows.k; j++) {
                 uint32_t v = mk_pack_magnitude(&p, i, j);
                 top = v > top ? v : top;
             }
@@ -44,7 +44,7 @@ static int pack_unit(void *arg, const mk_pack_unit *u, mk_err *err)
         int good = 1;
         for (uint32_t g = 0; g < x.groups; g++) good &= mk_pack_put(&p, s, x, g);
         t->groups += x.groups;
-        uint32_t used = p.wtype == MK_W_FP8 && !s->table ? mk_segments(s->phase, s->rows) : 0;
+        uint32_t used = p.wtype == MK_W_FP8 && !s->table ? mk_segments(s->phase, s->rows, p.rows.scale_k) : 0;
         for (uint32_t cb = 0; cb < nkb; cb++)
             for (uint32_t g = 0; g < used; g++) {
                 uint32_t at;
@@ -59,14 +59,14 @@ static int pack_unit(void *arg, const mk_pack_unit *u, mk_err *err)
     return MK_OK;
 }
 
-static void family(const char *name, const char *dir, enum mk_weights_mode mode, void *arg)
+static void family(const char *name, const char *dir, packed_as as, void *arg)
 {
     const uint32_t *workers = arg;
     static const uint64_t limits[] = {1, 40000, 1u << 26};
     uint32_t units[3];
     uint64_t groups = 0;
     for (int k = 0; k < 3; k++) {
-        packed *c = packed_open(dir, mode, *workers);
+        packed *c = packed_open(dir, as, *workers);
         mk_memory mine = {0};
         mk_pack_list list;
         packed_memory(c->plan->prog, &mine);
@@ -96,7 +96,7 @@ static void families(void **state)
 static void refused(void **state)
 {
     (void)state;
-    packed *c = packed_open("tests/oracle/kimi_linear", MK_WEIGHTS_AUTO, 3);
+    packed *c = packed_open("tests/oracle/kimi_linear", (packed_as){MK_WEIGHTS_AUTO, MK_LM_HEAD_AUTO}, 3);
     mk_pack_list list;
     mk_memory mine = {0};
     assert_int_equal(mk_pack_list_make(c->plan, &list, &c->err), MK_OK);

@@ -134,9 +134,19 @@ static double of_matrix(const mk_checkpoint *ck, const mk_mat *m, uint64_t i, ui
     return element(ck, m->tensor, i, j);
 }
 
+/* Scales of rows [row0, row0 + rows) in a column block, and how many of those there are: of 128 rows and scale_k columns, or (0) of a row. */
+static uint32_t segments_of(const mk_mat *m, uint32_t row0, uint32_t rows)
+{
+    return m->scale_k ? (row0 % 128 + rows + 127) / 128 : rows;
+}
+static uint32_t column_blocks(const mk_mat *m)
+{
+    return m->scale_k ? (m->k + m->scale_k - 1) / m->scale_k : 1;
+}
+
 static int fetch(const mk_checkpoint *ck, const mk_mat *m, uint32_t row0, uint32_t rows, void *dst, float *scales, mk_err *e)
 {
-    uint32_t nseg = (row0 % 128 + rows + 127) / 128, nkb = (m->k + m->scale_k - 1) / m->scale_k;
+    uint32_t nseg = segments_of(m, row0, rows), nkb = column_blocks(m);
     uint8_t *d = malloc((size_t)rows * m->k * 2); /* exact sizes, so that the sanitizer sees a value too many */
     float *sc = malloc((size_t)nseg * nkb * 4);
     int rc = mk_mat_fetch(ck, m, 0, row0, rows, d, m->wtype == MK_W_FP8 ? sc : NULL, e);
@@ -153,7 +163,7 @@ static void check_matrix(const mk_checkpoint *ck, const mk_mat *m, int exact)
 {
     mk_err e = {0};
     size_t nv = (size_t)m->n * m->k;
-    uint32_t nseg = (m->n + 127) / 128, nkb = (m->k + m->scale_k - 1) / m->scale_k;
+    uint32_t nseg = segments_of(m, 0, m->n), nkb = column_blocks(m), height = m->scale_k ? 128 : 1, width = m->scale_k ? m->scale_k : m->k;
     uint16_t *all = malloc(nv * 2), *cut = malloc(nv * 2);
     float *scales = malloc((size_t)nseg * nkb * 4), *cut_scales = malloc((size_t)nseg * nkb * 4);
     const uint8_t *all8 = (const uint8_t *)all, *cut8 = (const uint8_t *)cut;
@@ -168,7 +178,7 @@ static void check_matrix(const mk_checkpoint *ck, const mk_mat *m, int exact)
                 assert_int_equal(all[at], mk_test_f32_to_bf16((float)v));
                 continue;
             }
-            float scale = scales[(size_t)(j / m->scale_k) * nseg + i / 128];
+            float scale = scales[(size_t)(j / width) * nseg + i / height];
             if (exact)
                 assert_true(fp8_value(all8[at]) * (double)scale == v);
             else
@@ -177,13 +187,13 @@ static void check_matrix(const mk_checkpoint *ck, const mk_mat *m, int exact)
     for (uint32_t b = 0; !exact && m->wtype == MK_W_FP8 && b < nseg * nkb; b++) {
         double amax = 0;
         uint32_t seg = b % nseg, kb = b / nseg;
-        for (uint32_t i = seg * 128; i < m->n && i < seg * 128 + 128; i++)
-            for (uint32_t j = kb * m->scale_k; j < m->k && j < (kb + 1) * m->scale_k; j++) amax = fmax(amax, fabs(of_matrix(ck, m, i, j)));
+        for (uint32_t i = seg * height; i < m->n && i < (seg + 1) * height; i++)
+            for (uint32_t j = kb * width; j < m->k && j < (kb + 1) * width; j++) amax = fmax(amax, fabs(of_matrix(ck, m, i, j)));
         assert_true(scales[b] == (amax > 0 ? (float)amax / 448.0f : 1.0f));
     }
     for (uint32_t step = 17; step <= 61; step += 44)
         for (uint32_t r = 0; r < m->n; r += step) {
-            uint32_t rows = m->n - r < step ? m->n - r : step, ns = (r % 128 + rows + 127) / 128;
+            uint32_t rows = m->n - r < step ? m->n - r : step, ns = segments_of(m, r, rows);
             if (fetch(ck, m, r, rows, cut, cut_scales, &e)) fail_msg("%s", e.msg);
             if (m->wtype == MK_W_BF16) {
                 assert_memory_equal(cut, all + (size_t)r * m->k, (size_t)rows * m->k * 2);
@@ -192,12 +202,21 @@ static void check_matrix(const mk_checkpoint *ck, const mk_mat *m, int exact)
             assert_memory_equal(cut8, all8 + (size_t)r * m->k, (size_t)rows * m->k);
             for (uint32_t kb = 0; kb < nkb; kb++)
                 for (uint32_t seg = 0; seg < ns; seg++)
-                    assert_true(cut_scales[(size_t)kb * ns + seg] == scales[(size_t)kb * nseg + r / 128 + seg]);
+                    assert_true(cut_scales[(size_t)kb * ns + seg] == scales[(size_t)kb * nseg + r / height + seg]);
         }
     free(all);
     free(cut);
     free(scales);
     free(cut_scales);
+}
+
+static void refuses_rows(const mk_checkpoint *ck, const mk_mat *m)
+{
+    mk_err e = {0};
+    uint8_t row[256];
+    float scale;
+    assert_int_equal(mk_mat_fetch(ck, m, 0, 0, 1, row, &scale, &e), MK_E_MODEL);
+    assert_non_null(strstr(e.msg, "tensor w.weight: its shape does not fit the matrix"));
 }
 
 static mk_mat plain(const char *name, uint32_t n, uint32_t k, uint8_t wtype)
@@ -247,6 +266,12 @@ static void every_dtype(void **s)
             check_matrix(c.ck, &v, fp8);
             v.head_off = 0; /* another matrix out of the same tensor: scales of its own */
             check_matrix(c.ck, &v, fp8);
+            if (!t) continue;
+            m.scale_k = 0; /* a scale a row, which a tensor of blocks has not */
+            if (fp8)
+                refuses_rows(c.ck, &m);
+            else
+                check_matrix(c.ck, &m, 0);
         }
         drop(&c);
     }

@@ -98,7 +98,7 @@ static void header(void **state)
 {
     (void)state;
     BREAK(p->info.magic = 0, "program", "magic is 0x00000000");
-    BREAK(p->info.version = 9, "program", "version 9, expected 3");
+    BREAK(p->info.version = 9, "program", "version 9, expected 4");
     BREAK(p->info.flags = 4, "program", "unknown flags 0x4");
     BREAK(p->info.smem_limit = 200000; p->info.flags = MK_PROG_ACT_F32, "program", "act=f32 is for the twin only");
     BREAK(p->info.workers = 0, "program", "workers is 0, expected 1 to 4096");
@@ -295,6 +295,9 @@ static void shapes(void **state)
     BREAK(IN(1, EXPERT_DOWN, 1)->expert.n = 7, "EXPERT_DOWN", "publishes 7 values, slice 1 of h has 8");
     BREAK((IN(1, EXPERT_DOWN, 1) - 1)->wait[1].slice0 = 2, "EXPERT_DOWN", "adds to local vector acc, which is not slice 1 of h");
     BREAK(IN(1, LM_HEAD, 0)->lm_head.vocab = 41, "LM_HEAD", "the program's vocabulary is 40");
+    BREAK(IN(1, LM_HEAD, 0)->lm_head.wtype = MK_W_FP8; IN(1, LM_HEAD, 0)->lm_head.scale_k = 32, "LM_HEAD", "scales cover 32 columns, expected 64 or 128, or 0 for a scale a row");
+    BREAK(IN(1, LM_HEAD, 0)->lm_head.wtype = MK_W_FP8; IN(1, LM_HEAD, 0)->lm_head.nseg = 1, "LM_HEAD", "scales: phase 0 and 1 segments, rows [10, 20) have phase 0 and 10");
+    BREAK(pb_publisher(p, "h", 1, 2)->gemv.scale_k = 0, "worker 2", "scales cover 0 columns, expected 64 or 128");
     BREAK(IN(1, LM_HEAD, 0)->lm_head.logits_vec = (uint16_t)pb_vec(p, "h"), "LM_HEAD", "expected a publication of a bulk vector");
     BREAK(IN(1, LM_HEAD, 0)->lm_head.logits_vec = 77, "LM_HEAD", "logits go to vector 77");
     BREAK(IN(0, SAMPLE, 0)->sample.vocab = 39, "SAMPLE", "vocabulary 39");

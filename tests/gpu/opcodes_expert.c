@@ -72,7 +72,7 @@ static void up_make(mk_case *c, const void *arg)
     if (!start) exit(3);
     for (uint32_t s = 0; s <= a->topk * T; s++) start[s] = s / T * a->inter + mk_start(s % T, a->inter, T);
     for (uint32_t t = 0; t < T && a->wtype == FP8; t++) {
-        uint32_t at = mk_start(t, a->inter, T), need = mk_segments(at % 128, mk_start(t + 1, a->inter, T) - at);
+        uint32_t at = mk_start(t, a->inter, T), need = mk_segments(at % 128, mk_start(t + 1, a->inter, T) - at, 128);
         if (need > nseg) nseg = need;
     }
     case_even(c, "h", MK_F32, 0, a->k, a->k < 132 ? 5 : 132);
@@ -113,7 +113,7 @@ static void down_make(mk_case *c, const void *arg)
     for (uint32_t w = 0; w < 3; w++) {
         h[w + 1] = h[w] + a->n[w];
         if (a->n[w] > widest) widest = a->n[w];
-        uint32_t need = mk_segments((a->row0 + h[w]) % 128, a->n[w]);
+        uint32_t need = mk_segments((a->row0 + h[w]) % 128, a->n[w], 128);
         if (a->wtype == FP8 && need > nseg) nseg = need;
     }
     uint32_t u = case_packet(c, "u", MK_BF16, 0, start, a->topk * T);

@@ -47,7 +47,7 @@ static void gemv_make(mk_case *c, const void *arg)
         for (int second = 0; second < 2; second++) {
             mk_insn *in = case_add(c, w, MK_OP_GEMV);
             uint32_t n = second ? start2[w + 1] - start2[w] : a->n[w], row0 = a->row0 + (second ? 77 + start2[w] : start[w]), hv = second ? 1 : halves;
-            uint32_t phase = a->wtype == FP8 ? row0 % 128 : 0, nseg = a->wtype == FP8 ? mk_segments(phase, n) : 0;
+            uint32_t phase = a->wtype == FP8 ? row0 % 128 : 0, nseg = a->wtype == FP8 ? mk_segments(phase, n, 128) : 0;
             in->gemv = (mk_gemv){.n = n, .k = a->k, .in_off = a->in_off, .wtype = (uint8_t)a->wtype, .prologue = (uint8_t)a->prologue,
                                  .epilogue = (uint8_t)(second ? MK_EPI_STORE : a->epilogue), .flags = (uint8_t)a->flags, .phase = (uint16_t)phase,
                                  .nseg = (uint16_t)nseg, .scale_k = (uint16_t)(a->scale_k ? a->scale_k : 128), .norm_group = (uint16_t)a->norm_group,
@@ -99,6 +99,7 @@ static void gemv_feed(mk_case *c, const void *arg)
 
 typedef struct head_arg {
     uint32_t wtype, k, n[3], row0;
+    int by_row; /* a scale a row */
     int none; /* a step without rows that need logits */
 } head_arg;
 
@@ -113,11 +114,12 @@ static void head_make(mk_case *c, const void *arg)
     for (uint32_t w = 0; w < 3; w++)
         for (uint32_t i = 0; i < 2; i++) {
             mk_insn *in = case_add(c, w, MK_OP_LM_HEAD);
-            uint32_t phase = a->wtype == FP8 ? row0 % 128 : 0, nseg = a->wtype == FP8 ? mk_segments(phase, a->n[w]) : 0;
+            uint32_t scale_k = a->by_row ? 0 : 128;
+            uint32_t phase = a->wtype == FP8 && scale_k ? row0 % 128 : 0, nseg = a->wtype == FP8 ? mk_segments(phase, a->n[w], scale_k) : 0;
             in->layer = MK_NONE;
-            in->lm_head = (mk_lm_head){.n = a->n[w], .k = a->k, .row0 = row0, .vocab = vocab, .wtype = (uint8_t)a->wtype, .phase = (uint16_t)phase,
+            in->lm_head = (mk_lm_head){.n = a->n[w], .k = a->k, .row0 = row0, .vocab = vocab, .wtype = (uint8_t)a->wtype, .scale_k = (uint16_t)scale_k, .phase = (uint16_t)phase,
                                        .nseg = (uint16_t)nseg, .param_off = gamma, .eps = 1e-5f, .logits_vec = 2, .logits_pub = c->pub[2]};
-            in->tape_bytes = (uint32_t)mk_segment_bytes(a->wtype, a->n[w], a->k, nseg, 128);
+            in->tape_bytes = (uint32_t)mk_segment_bytes(a->wtype, a->n[w], a->k, nseg, scale_k);
             case_wait(c, in, 0);
             case_to(c, in, 1, 2 * w + i);
             row0 += a->n[w];
@@ -125,7 +127,7 @@ static void head_make(mk_case *c, const void *arg)
     case_seal(c, &(case_sizes){0});
     for (uint32_t i = 0; i < c->n; i++) {
         const mk_lm_head *l = &c->in[i]->lm_head;
-        case_segment(c, case_tape(c, i), l->wtype, l->n, l->k, l->nseg, 128, 2);
+        case_segment(c, case_tape(c, i), l->wtype, l->n, l->k, l->nseg, l->scale_k, 2);
     }
 }
 
@@ -215,6 +217,8 @@ const case_spec matrix_cases[] = {
     {"LM_HEAD", "bf16 k 2048, 128|1|2 rows", H(.wtype = BF16, .k = 2048, .n = {128, 1, 2})},
     {"LM_HEAD", "bf16 k 6144, 128|127|61 rows", H(.wtype = BF16, .k = 6144, .n = {128, 127, 61})},
     {"LM_HEAD", "fp8 k 100, 5|6|7 rows", H(.wtype = FP8, .k = 100, .n = {5, 6, 7}, .row0 = 125)},
+    {"LM_HEAD", "fp8 by rows, k 2304, 128|88|61 rows", H(.wtype = FP8, .by_row = 1, .k = 2304, .n = {128, 88, 61}, .row0 = 30)},
+    {"LM_HEAD", "fp8 by rows, k 100, 1|6|17 rows", H(.wtype = FP8, .by_row = 1, .k = 100, .n = {1, 6, 17}, .row0 = 125)},
     {"LM_HEAD", "no row needs logits", H(.wtype = BF16, .k = 256, .n = {5, 6, 7}, .none = 1)},
     {"EMBED", "bf16 hidden 2304, 132 workers", E(132, .hidden = 2304, .type = MK_BF16, .scale = 1)},
     {"EMBED", "bf16 hidden 6144 scaled", E(3, .hidden = 6144, .type = MK_BF16, .scale = 0.3f)},

@@ -53,12 +53,12 @@ static void device_free(mk_memory *d)
     cudaFree(d->embed);
 }
 
-static void family(const char *name, const char *dir, enum mk_weights_mode mode, void *arg)
+static void family(const char *name, const char *dir, packed_as as, void *arg)
 {
     uint32_t *total = arg;
     const uint32_t workers[2] = {3, 29};
     for (int k = 0; k < 2; k++) {
-        packed *c = packed_open(dir, mode, workers[k]);
+        packed *c = packed_open(dir, as, workers[k]);
         const mk_program_info *i = &c->plan->prog->info;
         mk_memory d, back;
         double seconds;

@@ -259,7 +259,7 @@ void case_segment(mk_case *c, uint8_t *dst, uint32_t wtype, uint32_t rows, uint3
     const mk_memory *m = &c->mem;
     int expert = dst >= m->expert && dst < m->expert + c->prog.info.expert_bytes;
     uint64_t s = case_rng(c, 6000, (uint32_t)(rows * 31 + k)) + (uint64_t)(dst - (expert ? m->expert : m->tape)), at = mk_segment_scale_bytes(wtype, k, nsegs, scale_k);
-    uint32_t values = mk_kblock_values(wtype), nkb = (k + values - 1) / values, scales = wtype == MK_W_FP8 ? (k + scale_k - 1) / scale_k * nsegs : 0;
+    uint32_t values = mk_kblock_values(wtype), nkb = (k + values - 1) / values, scales = wtype == MK_W_FP8 ? mk_scale_blocks(k, scale_k) * nsegs : 0;
     double one = gain / sqrt((double)k);
     for (uint32_t i = 0; i < scales; i++) {
         float f = (float)(one / 110.0 * (0.25 + 1.5 * case_uniform(&s))); /* 110: RMS of a random e4m3 code */

@@ -30,13 +30,14 @@ void packed_memory_free(mk_memory *mem)
     free(mem->param);
 }
 
-packed *packed_open(const char *dir, enum mk_weights_mode mode, uint32_t workers)
+packed *packed_open(const char *dir, packed_as as, uint32_t workers)
 {
     packed *p = calloc(1, sizeof *p);
     if (!p) fail_msg("out of memory");
     mk_plan_config c = {.workers = workers, .max_context = 256, .kv_pages = 8, .state_slots = 2};
-    if (mk_model_read(dir, &p->model, &p->err) || mk_checkpoint_open(dir, &p->ck, &p->err) || mk_model_resolve(p->model, p->ck, mode, &p->err) ||
-        mk_plan_make(p->model, &c, &p->plan, &p->err))
+    int rc = mk_model_read(dir, &p->model, &p->err);
+    if (!rc) p->model->lm_head_mode = (uint8_t)as.head;
+    if (rc || mk_checkpoint_open(dir, &p->ck, &p->err) || mk_model_resolve(p->model, p->ck, as.weights, &p->err) || mk_plan_make(p->model, &c, &p->plan, &p->err))
         fail_msg("%s: %s", dir, p->err.msg);
     packed_memory(p->plan->prog, &p->mem);
     if (mk_pack(p->plan, p->ck, &p->mem, &p->err)) fail_msg("%s: %s", dir, p->err.msg);
@@ -93,10 +94,12 @@ void packed_each(packed_fn f, void *arg)
     static const struct {
         const char *name;
         enum mk_st_dtype as; /* MK_ST_OTHER: as it is stored */
-        enum mk_weights_mode mode;
-    } how[] = {{"stored, auto", MK_ST_OTHER, MK_WEIGHTS_AUTO}, {"stored, fp8", MK_ST_OTHER, MK_WEIGHTS_FP8}, {"stored, bf16", MK_ST_OTHER, MK_WEIGHTS_BF16},
-               {"BF16, fp8", MK_ST_BF16, MK_WEIGHTS_FP8},      {"F16, fp8", MK_ST_F16, MK_WEIGHTS_FP8},      {"F32, fp8", MK_ST_F32, MK_WEIGHTS_FP8},
-               {"F16, bf16", MK_ST_F16, MK_WEIGHTS_BF16},      {"F32, bf16", MK_ST_F32, MK_WEIGHTS_BF16}};
+        packed_as keep;
+    } how[] = {{"stored, auto", MK_ST_OTHER, {MK_WEIGHTS_AUTO, MK_LM_HEAD_AUTO}}, {"stored, fp8", MK_ST_OTHER, {MK_WEIGHTS_FP8, MK_LM_HEAD_AUTO}},
+               {"stored, bf16", MK_ST_OTHER, {MK_WEIGHTS_BF16, MK_LM_HEAD_AUTO}}, {"BF16, fp8", MK_ST_BF16, {MK_WEIGHTS_FP8, MK_LM_HEAD_AUTO}},
+               {"F16, fp8", MK_ST_F16, {MK_WEIGHTS_FP8, MK_LM_HEAD_AUTO}},        {"F32, fp8", MK_ST_F32, {MK_WEIGHTS_FP8, MK_LM_HEAD_AUTO}},
+               {"F16, bf16", MK_ST_F16, {MK_WEIGHTS_BF16, MK_LM_HEAD_AUTO}},      {"F32, bf16", MK_ST_F32, {MK_WEIGHTS_BF16, MK_LM_HEAD_AUTO}},
+               {"stored, fp8 head", MK_ST_OTHER, {MK_WEIGHTS_AUTO, MK_LM_HEAD_FP8}}, {"F32, fp8 head", MK_ST_F32, {MK_WEIGHTS_BF16, MK_LM_HEAD_FP8}}};
     for (size_t d = 0; d < sizeof dirs / sizeof *dirs; d++)
         for (size_t h = 0; h < sizeof how / sizeof *how; h++) {
             char name[128], *copy = NULL;
@@ -108,7 +111,7 @@ void packed_each(packed_fn f, void *arg)
                 copy = mk_tmp_dir();
                 if (mk_edit_checkpoint(dirs[d], copy, how[h].as, NULL, NULL, &err)) fail_msg("%s: %s", name, err.msg);
             }
-            f(name, copy ? copy : dirs[d], how[h].mode, arg);
+            f(name, copy ? copy : dirs[d], how[h].keep, arg);
             if (copy) mk_tmp_remove(&copy);
         }
 }

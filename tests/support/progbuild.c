@@ -161,7 +161,7 @@ static mk_insn *emit_gemv(builder *b, uint32_t w, uint32_t s, const gemv *d)
                    .k_chunk = d->k, .param_off = d->param_off, .eps = 1e-5f, .scale = 1, .row0 = st[s]};
     if (d->wtype == MK_W_FP8) {
         g->phase = (uint16_t)(st[s] % MK_SCALE_ROWS);
-        g->nseg = (uint16_t)mk_segments(g->phase, g->n);
+        g->nseg = (uint16_t)mk_segments(g->phase, g->n, g->scale_k);
     }
     wait_values(b, in, d->in, d->in_pub, d->in_off, d->k);
     if (d->epilogue == MK_EPI_ADD) wait_slices(in, d->res, d->res_pub, s, 1);
