@@ -1,4 +1,5 @@
 #include "host/bytes.h"
+#include "instructions/latent.h"
 
 #include <math.h>
 #include <string.h>
@@ -34,7 +35,7 @@ void mk_bytes_of(const mk_model *m, mk_bytes *b)
         } else {
             const mk_mla_mixer *a = &y->mla;
             b->weights += SUM(&a->q, &a->q_a, &a->kv_a, &a->uk, &a->uv, &a->o);
-            b->kv += 2ull * (a->latent + a->rope);
+            b->kv += mk_latent_row_bytes(a->latent, a->rope, m->kv_cache, 2);
         }
         if (y->ffn == MK_FFN_DENSE) {
             b->weights += SUM(&y->dense.gate, &y->dense.up, &y->dense.down);

@@ -11,7 +11,7 @@ typedef struct mk_bytes {
     uint64_t experts; /* the experts that one token chooses, all layers */
     uint32_t topk, n_experts; /* chosen of how many, in a layer; 0: no experts */
     uint64_t state;   /* recurrent state of a stream, read and written */
-    uint64_t kv;      /* of the cache, for each token that the stream holds (bf16) */
+    uint64_t kv;      /* of the cache, for each token that the stream holds */
 } mk_bytes;
 
 /* After mk_model_resolve, which decides the types. */

@@ -1,5 +1,6 @@
 #include "host/compare.h"
 
+#include "instructions/latent.h"
 #include "instructions/mk_math.h"
 #include "instructions/tolerance.h"
 #include "megakernel/exchange.h"
@@ -94,8 +95,9 @@ void mk_pieces(const mk_program *p, const mk_memory *m, const mk_step *step, con
     }
     case MK_OP_KV_APPEND: {
         uint32_t n = (uint32_t)in->mla.latent + in->mla.rope, b = act_bytes(p);
-        f(arg, &(mk_piece){.kind = b == 2 ? MK_PC_BF16 : MK_PC_F32, .region = KV, .off = kv_offset(m, p, in->mla.kv_off, r, n * b), .bytes = (uint64_t)n * b,
-                           .n = n, .what = "cache row"});
+        uint32_t bytes = mk_latent_row_bytes(in->mla.latent, in->mla.rope, in->mla.cache, b);
+        f(arg, &(mk_piece){.kind = in->mla.cache == MK_CACHE_FP8 ? MK_PC_LATENT : b == 2 ? MK_PC_BF16 : MK_PC_F32, .region = KV,
+                           .off = kv_offset(m, p, in->mla.kv_off, r, bytes), .bytes = bytes, .n = n, .what = "cache row"});
         return;
     }
     case MK_OP_GQA_APPEND: {
@@ -213,6 +215,18 @@ void mk_piece_read(const mk_program *p, const mk_piece *pc, const mk_memory *m, 
         v[0] = bits[0], v[1] = (double)s->logprob[row];
         return;
     }
+    case MK_PC_LATENT:
+        for (uint32_t i = 0; i < n; i++) {
+            const uint32_t latent = in->mla.latent;
+            float f;
+            uint16_t h;
+            memcpy(&f, at + latent + (i < latent ? i / MK_LATENT_GROUP * 4 : 0), 4);
+            memcpy(&h, at + mk_latent_key_at(latent, MK_CACHE_FP8, 2) + (i < latent ? 0 : i - latent) * 2, 2);
+            f = i < latent ? mk_fp8_finite(at[i]) * f : mk_bf16_to_f32(h);
+            bits[i] = mk_bits_of(f);
+            v[i] = (double)f;
+        }
+        return;
     case MK_PC_BF16:
         for (uint32_t i = 0; i < n; i++) {
             uint16_t h;
@@ -348,6 +362,15 @@ static double bf16_step(double x)
     return ldexp(1, e - 8);
 }
 
+/* From one e4m3 value to the next near x, whose group has a value of up to 23 times the row's RMS (512 values have no greater one): the smallest step is 2^-9 of a
+ * scale, which is at most 2^-7.8 of that. */
+static double fp8_step(double x, double rms)
+{
+    int e;
+    frexp(fmax(fabs(x), rms * 0x1p-8), &e);
+    return ldexp(1, e - 4);
+}
+
 static void diverged(job *j, const mk_piece *pc, uint32_t i, double want, double got, double rms, double error, double tol)
 {
     mk_divergence *d = &j->c->first;
@@ -400,7 +423,7 @@ static void one_piece(void *arg, const mk_piece *pc)
         stats_of(j, j->v);
     else
         mk_piece_read(j->p, pc, j->want, in, j->row, j->v, j->bits);
-    if (pc->kind == MK_PC_F32 || pc->kind == MK_PC_BF16 || pc->kind == MK_PC_PARTIAL) {
+    if (pc->kind == MK_PC_F32 || pc->kind == MK_PC_BF16 || pc->kind == MK_PC_LATENT || pc->kind == MK_PC_PARTIAL) {
         double squares = 0;
         for (uint32_t i = 0; i < pc->n; i++) squares += j->v[i] * j->v[i];
         rms = in->opcode == MK_OP_LM_HEAD ? logits_rms(j) : in->opcode == MK_OP_GEMV ? local_rms(j) : root(squares, pc->n);
@@ -416,7 +439,7 @@ static void one_piece(void *arg, const mk_piece *pc)
             return;
         }
     }
-    int bf16 = pc->kind == MK_PC_BF16 || (pc->kind == MK_PC_PACKETS && j->p->vec[in->signal_vec].dtype == MK_BF16);
+    int bf16 = pc->kind == MK_PC_BF16 || pc->kind == MK_PC_LATENT || (pc->kind == MK_PC_PACKETS && j->p->vec[in->signal_vec].dtype == MK_BF16);
     uint32_t op = in->opcode;
     if (tol > j->c->tolerance[op]) j->c->tolerance[op] = tol;
     j->c->values[op] += n;
@@ -425,7 +448,10 @@ static void one_piece(void *arg, const mk_piece *pc)
         if (want == got) continue;
         int exact = (pc->kind == MK_PC_STATS && i == 1) || (pc->kind == MK_PC_SAMPLED && i == 0) || (pc->kind == MK_PC_ROUTES && (i < pc->n || i == 2 * pc->n));
         if ((pc->kind == MK_PC_PARTIAL && i == pc->n) || pc->kind == MK_PC_SAMPLED || pc->kind == MK_PC_ROUTES) scale = 1;
-        if (bf16 && i < pc->n) d = fmax(0, d - bf16_step(want));
+        if (pc->kind == MK_PC_LATENT && i < in->mla.latent)
+            d = fmax(0, d - fp8_step(want, rms));
+        else if (bf16 && i < pc->n)
+            d = fmax(0, d - bf16_step(want));
         double error = exact ? 1 : d / (scale + fabs(want) + 1e-30), limit = exact ? 0 : tol;
         if (isnan(d) || isinf(d)) error = INFINITY;
         if (error > j->c->worst[op]) j->c->worst[op] = error;

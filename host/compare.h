@@ -17,6 +17,7 @@ enum mk_piece_kind {
     MK_PC_STATS,    /* LM_HEAD's four words */
     MK_PC_F32,
     MK_PC_BF16,
+    MK_PC_LATENT,   /* n values of an FP8 cache row (instructions/latent.h): codes times scales, then the rotated key */
     MK_PC_PARTIAL,  /* attention partial: n f32, maximum, sum; compared as n quotients and the log-sum-exp */
     MK_PC_ROUTES,   /* a row of mk_routes */
     MK_PC_SAMPLED,  /* a row of mk_sampled */
@@ -37,7 +38,7 @@ typedef struct mk_piece {
 typedef void (*mk_piece_fn)(void *arg, const mk_piece *p);
 void mk_pieces(const mk_program *p, const mk_memory *m, const mk_step *step, const mk_insn *in, uint32_t worker, uint32_t row, mk_piece_fn f, void *arg);
 
-/* Values of a piece as numbers (bf16 widened; partials divided by their sum, then the log-sum-exp; STATS: maximum, sum of exponentials, id; ROUTES: expert ids by
+/* Values of a piece as numbers (bf16 widened, latents with their scales; partials divided by their sum, then the log-sum-exp; STATS: maximum, sum of exponentials, id; ROUTES: expert ids by
  * rank, then weights; SAMPLED: token, logprob) and, for bit comparisons, as words. v and bits: room for mk_piece_values. */
 uint32_t mk_piece_values(const mk_program *p, const mk_piece *pc, const mk_insn *in);
 void mk_piece_read(const mk_program *p, const mk_piece *pc, const mk_memory *m, const mk_insn *in, uint32_t row, double *v, uint32_t *bits);

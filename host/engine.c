@@ -92,7 +92,7 @@ int mk_engine_open(const mk_engine_config *cfg, mk_engine **out, mk_err *err)
     if (!rc) rc = cfg->preset ? mk_preset_model(cfg->preset, &e->model, err) : mk_model_read(cfg->dir, &e->model, err);
     if (!rc && cfg->synthetic) e->model->n_media = 0; /* a benchmark's random ids are no pictures */
     if (!rc && !cfg->synthetic) rc = mk_checkpoint_open(cfg->dir, &e->ck, err);
-    if (!rc) e->model->lm_head_mode = (uint8_t)cfg->lm_head;
+    if (!rc) e->model->lm_head_mode = (uint8_t)cfg->lm_head, e->model->kv_cache = (uint8_t)cfg->kv_cache;
     if (!rc) rc = mk_model_resolve(e->model, e->ck, cfg->weights, err);
     if (!rc) rc = plan_to_fit(e, cfg, cfg->gpu ? &limits : NULL, err);
     if (!rc) rc = mk_validate(e->plan->prog, NULL, err);
@@ -139,7 +139,8 @@ void mk_engine_get_figures(const mk_engine *e, mk_engine_figures *f)
     const void *note[2] = {&e->model->lm_head, NULL};
     memset(f, 0, sizeof *f);
     mk_model_mats(e->model, note_fp8, note);
-    snprintf(f->dtype, sizeof f->dtype, "%s, lm_head %s", note[1] ? "fp8" : "bf16", e->model->lm_head.wtype == MK_W_FP8 ? "fp8" : "bf16");
+    snprintf(f->dtype, sizeof f->dtype, "%s, lm_head %s%s", note[1] ? "fp8" : "bf16", e->model->lm_head.wtype == MK_W_FP8 ? "fp8" : "bf16",
+             e->model->kv_cache == MK_CACHE_FP8 ? ", cache fp8" : "");
     f->bytes = e->plan->bytes;
     for (size_t i = 0; i < e->plan->n_phase; i++) f->program_bytes += e->plan->phase[i].total;
     f->ceiling_gb_s = e->machine->ceiling_gb_s;

@@ -23,6 +23,7 @@ typedef struct mk_engine_config {
     uint64_t memory;          /* bytes the engine may use; 0: what the machine has free */
     enum mk_weights_mode weights;
     enum mk_lm_head_mode lm_head;
+    enum mk_cache kv_cache;
     int act_f32;              /* twin only */
     int self_test;            /* a GPU's opcodes are tested before it serves */
     const char *flight_dir;   /* where a hang of the GPU is recorded; NULL or "": the working directory */
@@ -47,7 +48,7 @@ uint64_t mk_engine_steps(const mk_engine *e);    /* steps run since start */
 typedef struct mk_engine_figures {
     mk_bytes bytes;         /* what the model needs to read */
     uint64_t program_bytes; /* what this program reads in a step of one row, the cache aside */
-    char dtype[48];         /* "fp8, lm_head bf16" */
+    char dtype[48];         /* "fp8, lm_head bf16", and ", cache fp8" */
     double ceiling_gb_s;    /* memory as it was measured before the start; 0: not measured */
     uint64_t launches;      /* of a kernel since the start */
 } mk_engine_figures;

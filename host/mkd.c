@@ -128,6 +128,7 @@ static int run(const mk_options *o, mk_err *err)
                             .memory = o->memory,
                             .weights = (enum mk_weights_mode)o->weights,
                             .lm_head = (enum mk_lm_head_mode)o->lm_head,
+                            .kv_cache = (enum mk_cache)o->kv_cache,
                             .act_f32 = (int)o->act,
                             .flight_dir = o->flight_dir[0] ? o->flight_dir : o->socket_dir};
     mk_engine *e = NULL;
@@ -136,6 +137,7 @@ static int run(const mk_options *o, mk_err *err)
         char name[256];
         model_name(o->preset[0] ? o->preset : o->model, name, sizeof name);
         if (o->preset[0] && o->lm_head == MK_LM_HEAD_FP8) strcat(name, "-lm_head-fp8"); /* benchmarks name their files after it */
+        if (o->preset[0] && o->kv_cache == MK_CACHE_FP8) strcat(name, "-cache-fp8");
         const mk_model *m = mk_engine_model(e);
         for (uint32_t i = 0; i < m->n_skipped; i++)
             if (m->skipped_tensors[i]) mk_log(MK_LOG_INFO, "not used: %u tensors %s*", m->skipped_tensors[i], m->skipped[i]);

@@ -133,6 +133,7 @@ typedef struct mk_model {
     mk_mat embed, lm_head; /* tied: the same tensor */
     uint8_t tied;
     uint8_t lm_head_mode; /* enum mk_lm_head_mode; set between mk_model_read and mk_model_resolve */
+    uint8_t kv_cache;     /* enum mk_cache; set before mk_plan_make */
     mk_norm final_norm;
     float embed_scale;
     mk_layer *layer; /* [layers], owned */

@@ -49,6 +49,8 @@ static const opt table[] = {
     {"lm-head", "KIND", OPT_CHOICE, AT(lm_head), "auto", 0, 0,
      {{"auto", MK_LM_HEAD_AUTO}, {"fp8", MK_LM_HEAD_FP8}, {"bf16", MK_LM_HEAD_BF16}},
      "the LM head in memory: auto (bf16, unless stored quantised), fp8, bf16"},
+    {"kv-cache", "KIND", OPT_CHOICE, AT(kv_cache), "bf16", 0, 0, {{"bf16", MK_CACHE_ACT}, {"fp8", MK_CACHE_FP8}},
+     "the cache of latent attention: bf16 (f32 with --act f32), or fp8 with a scale for every 128 values: 656 bytes a token and layer for 1,152"},
     {"act", "KIND", OPT_CHOICE, AT(act), "bf16", 0, 0, {{"bf16", 0}, {"f32", 1}},
      "activations between instructions: bf16, or f32 (CPU twin only: to compare with a reference)"},
     {"device", "KIND", OPT_CHOICE, AT(device), "auto", 0, 0,

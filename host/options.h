@@ -22,6 +22,7 @@ typedef struct mk_options {
     uint64_t kv_tokens, memory;
     uint32_t weights; /* enum mk_weights_mode */
     uint32_t lm_head; /* enum mk_lm_head_mode */
+    uint32_t kv_cache; /* enum mk_cache */
     uint32_t act;     /* 1: f32 */
     uint32_t device;  /* enum mk_device_choice */
     uint32_t synthetic; /* 1: random weights */

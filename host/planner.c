@@ -647,6 +647,16 @@ int mk_plan_make(const mk_model *m, const mk_plan_config *cfg, mk_plan **out, mk
     *out = NULL;
     if (cfg->workers < 1 || cfg->workers > 1024)
         return mk_fail(err, MK_E_USAGE, "workers: expected 1 to 1024, found %u", cfg->workers);
+    if (m->kv_cache == MK_CACHE_FP8) {
+        if (cfg->act_f32) return mk_fail(err, MK_E_USAGE, "kv-cache: expected bf16 with act f32, found fp8");
+        for (uint32_t l = 0; l < m->layers; l++) {
+            const mk_layer *y = &m->layer[l];
+            if (y->mixer == MK_MIX_GQA)
+                return mk_fail(err, MK_E_USAGE, "kv-cache fp8: expected latent attention in all layers with a cache, found grouped queries in layer %u of %s", l, m->arch);
+            if (y->mixer == MK_MIX_MLA && y->mla.latent % 16)
+                return mk_fail(err, MK_E_USAGE, "kv-cache fp8: expected a latent (kv_lora_rank) of a multiple of 16, found %u in layer %u", y->mla.latent, l);
+        }
+    }
     mk_plan *plan = calloc(1, sizeof *plan);
     mk_builder b = {.m = m, .cfg = cfg, .plan = plan, .err = err};
     b.queue = calloc(cfg->workers, sizeof *b.queue);
@@ -658,15 +668,15 @@ int mk_plan_make(const mk_model *m, const mk_plan_config *cfg, mk_plan **out, mk
     if (!b.failed && !assemble(&b)) fail_memory(&b);
     if (!b.failed) {
         mk_program_info *i = &plan->prog->info;
-        uint32_t widest = 0;
+        uint32_t widest = 0, act = mk_act_bytes(&b);
         for (uint32_t l = 0; l < m->layers; l++) {
             const mk_layer *y = &m->layer[l];
             if (y->mixer == MK_MIX_DELTA) continue;
-            uint32_t row = y->mixer == MK_MIX_MLA ? y->mla.latent + y->mla.rope : 2 * y->gqa.kv_heads * y->gqa.dim;
+            uint32_t row = y->mixer == MK_MIX_MLA ? mk_latent_row_bytes(y->mla.latent, y->mla.rope, m->kv_cache, act) : 2 * y->gqa.kv_heads * y->gqa.dim * act;
             if (row > widest) widest = row;
             i->kv_layers++;
         }
-        i->kv_page_bytes = (uint64_t)widest * MK_PAGE * (cfg->act_f32 ? 4 : 2);
+        i->kv_page_bytes = (uint64_t)widest * MK_PAGE;
     }
     if (b.queue)
         for (uint32_t w = 0; w < cfg->workers; w++) free(b.queue[w].insn);

@@ -3,6 +3,7 @@
 #define MK_PLANNER_INTERNAL_H
 
 #include "host/planner.h"
+#include "instructions/latent.h"
 
 #include <string.h>
 
@@ -128,6 +129,10 @@ typedef struct mk_roles {
 static inline uint32_t mk_act(const mk_builder *b)
 {
     return b->cfg->act_f32 ? MK_F32 : MK_BF16;
+}
+static inline uint32_t mk_act_bytes(const mk_builder *b)
+{
+    return b->cfg->act_f32 ? 4 : 2;
 }
 static inline uint32_t mk_norm_param(mk_builder *b, const mk_norm *n)
 {

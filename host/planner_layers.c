@@ -163,7 +163,8 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
 
     mk_mla g = {.latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope, .qk_stride = (uint16_t)(a->nope + a->rope), .heads = (uint16_t)heads,
                 .all_heads = heads, .scale = a->scale, .eps = a->kv_norm.eps, .rotary = a->rotary, .parts = W};
-    g.kv_off = (uint64_t)kv_index * b->cfg->kv_pages * (a->latent + a->rope) * MK_PAGE * (b->cfg->act_f32 ? 4u : 2u);
+    g.cache = b->m->kv_cache;
+    g.kv_off = (uint64_t)kv_index * b->cfg->kv_pages * mk_latent_row_bytes(a->latent, a->rope, g.cache, mk_act_bytes(b)) * MK_PAGE;
     g.param_off = mk_norm_param(b, &a->kv_norm);
     if (a->rotary) mk_param_values(b, a->inv_freq, a->rope / 2);
 

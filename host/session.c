@@ -42,7 +42,7 @@ int mk_session_open(const mk_session_config *c, mk_session **out, mk_err *err)
     r->slots = slots;
     rc = c->preset ? mk_preset_model(c->preset, &r->model, err) : mk_model_read(c->dir, &r->model, err);
     if (!rc && c->layers && c->layers < r->model->layers) r->model->layers = c->layers;
-    if (!rc) r->model->lm_head_mode = (uint8_t)c->lm_head;
+    if (!rc) r->model->lm_head_mode = (uint8_t)c->lm_head, r->model->kv_cache = (uint8_t)c->kv_cache;
     if (rc || (!c->preset && (rc = mk_checkpoint_open(c->dir, &ck, err))) ||
         (rc = mk_model_resolve(r->model, ck, c->preset ? c->preset->weights : c->weights, err)) || (rc = mk_plan_make(r->model, &pc, &r->plan, err)) ||
         (rc = mk_validate(r->plan->prog, NULL, err)) || (rc = mk_twin_new(r->plan->prog, &tc, &r->twin, err)) ||

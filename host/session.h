@@ -13,6 +13,7 @@ typedef struct mk_session_config {
     uint32_t layers;                /* of the preset, the first so many; 0: all */
     enum mk_weights_mode weights;
     enum mk_lm_head_mode lm_head;
+    enum mk_cache kv_cache;
     uint32_t workers, slots, context, epoch0; /* 0: 8, 1, 1024 and 0 */
     uint32_t sweep;                           /* see mk_twin_config */
     int act_f32;

@@ -2,6 +2,7 @@
 
 #ifdef MK_CUDA
 
+#include "instructions/latent.h"
 #include "megakernel/synth.h"
 
 #include <stdlib.h>
@@ -46,7 +47,13 @@ int mk_synthesize(const mk_plan *plan, mk_gpu *gpu, mk_err *err)
     }
     if (!rc) rc = mk_gpu_upload_params(gpu, param, 0, p->info.param_floats, err);
     uint64_t kv = (uint64_t)p->info.kv_layers * p->info.kv_pages * p->info.kv_page_bytes;
-    if (!rc && kv) rc = mk_synth_bf16(d.kv, kv / 2, 1.0f, plan->n_item, err);
+    const mk_mla *fp8 = NULL; /* all of a program's caches are alike */
+    for (uint32_t x = 0; x < p->info.n_insn && !fp8; x++)
+        if (p->insn[x].opcode == MK_OP_KV_APPEND && p->insn[x].mla.cache == MK_CACHE_FP8) fp8 = &p->insn[x].mla;
+    if (!rc && fp8)
+        rc = mk_synth_latents(d.kv, kv / mk_latent_row_bytes(fp8->latent, fp8->rope, fp8->cache, 2), fp8->latent, fp8->rope, plan->n_item, err);
+    else if (!rc && kv)
+        rc = mk_synth_bf16(d.kv, kv / 2, 1.0f, plan->n_item, err);
     if (!rc) rc = mk_synth_finish(err);
     free(param);
     return rc;

@@ -5,11 +5,13 @@
  *   scores   a warp's: of its channels alone, heads by eight (the right operand; tokens are the left one's rows), into shared memory
  *   softmax  warp w has heads w and w + 8: adds the warps' scores, p = exp(s - max) rounded to bf16, a running maximum; sum p adds the same rounded p
  *   sums     the registers, transposed, times p: a warp has its own channels
+ * Of a cache in FP8 (instructions/latent.h) the registers take codes and scales, and are opened to the bf16 values that these stand for, exactly, when the page's turn comes.
  * Queries lie in the staging area in bf16, a second plane (x - bf16(x)) beside those blocks that bf16 does not hold exactly. Two barriers a page.
  * The order of every sum is a function of the split alone. */
 #ifndef MK_ATTENTION_CUH
 #define MK_ATTENTION_CUH
 
+#include "instructions/latent.h"
 #include "instructions/matvec.cuh"
 
 #define MK_ATT_HEADS  16u
@@ -28,6 +30,7 @@ typedef struct mk_att {
     uint32_t fine;              /* first block of 32 values of a query with a second plane */
     uint32_t heads, first, end; /* tokens [first, end) */
     float scale;
+    uint32_t rest_at;           /* FP8: bytes from a token's first code to its rotated key, less 2 nv */
     float *dst;                 /* partial of the first head; the others follow */
 } mk_att;
 
@@ -283,51 +286,82 @@ MK_DEV void mk_att_16(uint4 *x, const uint8_t *at, uint32_t t, uint32_t tokens, 
                  : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w)
                  : "l"(at + min(t, tokens - 1) * bytes), "r"((uint32_t)has));
 }
+/* FP8: 8 codes in x and y, and in z the scale, `scale` bytes on; block 1 of the warp has block 0's. */
+MK_DEV void mk_att_8(uint4 *x, const uint8_t *at, uint32_t t, uint32_t tokens, uint32_t bytes, bool has, uint32_t scale, uint32_t i)
+{
+    const uint8_t *from = at + min(t, tokens - 1) * bytes;
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p ld.global.cg.v2.u32 {%0, %1}, [%2];\n\t}" : "+r"(x->x), "+r"(x->y) : "l"(from), "r"((uint32_t)has));
+    if (!i) asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p ld.global.cg.u32 %0, [%1];\n\t}" : "+r"(x->z) : "l"(from + scale), "r"((uint32_t)has));
+}
+/* From the lane's codes of a block to their scale: 64 channels of a warp have one. */
+MK_DEV uint32_t mk_att_scale(const volatile mk_att *x, const mk_att_share *w, uint32_t l)
+{
+    return x->nv + w->block * 32 / MK_LATENT_GROUP * 4 - w->block * 32 - 8 * l;
+}
+/* Two codes, in the upper bytes of the halves of t, as bf16 times `by`, two of the same. Their four bits of exponent are bf16's, but for 120 of bias, which is in `by`; its subnormals are bf16's. */
+MK_DEV uint32_t mk_att_widen(uint32_t t, uint32_t by)
+{
+    uint32_t y;
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(y) : "r"((t >> 4 & 0x07f007f0u) | (t & 0x80008000u)), "r"(by));
+    return y;
+}
+/* Codes to the values that they stand for. scale: f32 bits of a power of two up to 2^7, or of a NaN. */
+MK_DEV void mk_att_open(uint4 *x, uint32_t scale)
+{
+    const uint32_t one = scale >= 0x7f800000u ? 0x7fc0u : (scale >> 16) + (120u << 7), by = one | one << 16, a = x->x, b = x->y;
+    x->x = mk_att_widen(__byte_perm(a, 0, 0x1404), by);
+    x->y = mk_att_widen(__byte_perm(a, 0, 0x3424), by);
+    x->z = mk_att_widen(__byte_perm(b, 0, 0x1404), by);
+    x->w = mk_att_widen(__byte_perm(b, 0, 0x3424), by);
+}
 /* The lane's bytes of a token: of block i of the warp. The address is made here and kept. */
-MK_DEV const uint8_t *mk_att_block(const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t i, uint32_t l, bool *has)
+template <bool FP8> MK_DEV const uint8_t *mk_att_block(const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t i, uint32_t l, bool *has)
 {
     const uint32_t c = (w->block + i) * 32 + 8 * l;
     const uint32_t nv = x->nv;
     *has = c < nv && !(i && nv <= 32 * MK_WARPS); /* a single block */
-    page += c * 2;
+    page += FP8 ? c : c * 2;
     asm volatile("" : "+l"(page));
     return page;
 }
-MK_DEV const uint8_t *mk_att_rest(const uint8_t *page, const volatile mk_att *x, uint32_t block, uint32_t l, bool *has)
+template <bool FP8> MK_DEV const uint8_t *mk_att_rest(const uint8_t *page, const volatile mk_att *x, uint32_t block, uint32_t l, bool *has)
 {
     const uint32_t c = block * 32 + 8 * l;
     *has = c < x->nk;
-    return page + c * 2;
+    return FP8 ? page + (c * 2 + x->rest_at) : page + c * 2; /* the sum wraps: rest_at may stand for less than nothing */
 }
-MK_DEV void mk_att_load(mk_att_regs *m, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens, uint32_t lane)
+template <bool FP8> MK_DEV void mk_att_load(mk_att_regs *m, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens, uint32_t lane)
 {
     const uint32_t g = lane >> 2, l = lane & 3;
     bool has;
 #pragma unroll
     for (uint32_t i = 0; i < 2; i++) {
-        const uint8_t *at = mk_att_block(page, x, w, i, l, &has);
+        const uint8_t *at = mk_att_block<FP8>(page, x, w, i, l, &has);
 #pragma unroll
         for (uint32_t j = 0; j < 8; j++) {
             m->r[i][j] = make_uint4(0, 0, 0, 0);
-            mk_att_16(&m->r[i][j], at, j * 8 + g, tokens, x->bytes, has);
+            if (FP8)
+                mk_att_8(&m->r[i][j], at, j * 8 + g, tokens, x->bytes, has, mk_att_scale(x, w, l), i);
+            else
+                mk_att_16(&m->r[i][j], at, j * 8 + g, tokens, x->bytes, has);
         }
     }
 }
 /* The rest, block `block`: into registers, or the first one ahead of time into shared memory. */
-MK_DEV void mk_att_load_rest(uint4 *to, const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t block, uint32_t tokens)
+template <bool FP8> MK_DEV void mk_att_load_rest(uint4 *to, const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t block, uint32_t tokens)
 {
     bool has;
-    const uint8_t *at = mk_att_rest(page, x, block, w->lane & 3, &has);
+    const uint8_t *at = mk_att_rest<FP8>(page, x, block, w->lane & 3, &has);
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++) {
         to[j] = make_uint4(0, 0, 0, 0);
         mk_att_16(&to[j], at, (2 * w->pair + j) * 8 + (w->lane >> 2), tokens, x->bytes, has);
     }
 }
-MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t tokens)
+template <bool FP8> MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t tokens)
 {
     bool has;
-    const uint8_t *at = mk_att_rest(page, x, x->nv / 32 + w->rest, w->lane & 3, &has);
+    const uint8_t *at = mk_att_rest<FP8>(page, x, x->nv / 32 + w->rest, w->lane & 3, &has);
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++)
         mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, at + min((2 * w->pair + j) * 8 + (w->lane >> 2), tokens - 1) * x->bytes, has);
@@ -335,7 +369,7 @@ MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const volatile
 
 /* The item and its queries stand in shared memory, its first page in registers. NH: heads by eight. What the item says is read where it is needed: what does not fit the
  * registers would come from L2. */
-template <uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
+template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
 {
     constexpr uint32_t H = 8 * NH, NB = 2; /* blocks of values */
     mk_att_shared *s = mk_att_sh(sh);
@@ -358,9 +392,16 @@ template <uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
             if (left > 2 * MK_PAGE) mk_att_prefetch(mk_att_page(&sh->args, x->key_off, s->page[number + 2]), x->span);
             const uint32_t b0 = x->nv / 32 + w.rest;
             uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-            if (NH > 1) mk_att_load_rest(rest, mk_att_page(&sh->args, x->key_off, s->page[number]), x, &w, b0, tokens); /* no room in shared memory */
+            if (NH > 1) mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, x->key_off, s->page[number]), x, &w, b0, tokens); /* no room in shared memory */
             const mk_att_left u0 = mk_att_query(q, w.block < blocks ? w.block : 0);
             const mk_att_left u1 = mk_att_query(q, w.block + 1 < blocks ? w.block + 1 : 0);
+            if (FP8)
+#pragma unroll
+                for (uint32_t j = 0; j < 8; j++) {
+                    const uint32_t scale = m->r[0][j].z;
+                    mk_att_open(&m->r[0][j], scale);
+                    mk_att_open(&m->r[1][j], scale);
+                }
             /* tokens of a head in another order, so that banks differ: tile ^ (head mod 8) */
             float *to = (float *)(sh->staging + mk_att_query_bytes(nk, fine)) + (w.warp * H + g) * MK_PAGE + 2 * l;
 #pragma unroll
@@ -379,7 +420,7 @@ template <uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
 #pragma unroll 1
                 for (uint32_t b = b0; b < blocks; b += 2) {
                     if (b != b0) { /* more than 64 rotary channels */
-                        mk_att_load_rest(rest, mk_att_page(&sh->args, x->key_off, s->page[number]), x, &w, b, tokens);
+                        mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, x->key_off, s->page[number]), x, &w, b, tokens);
                     } else if (NH == 1) {
                         asm volatile("cp.async.wait_all;" ::: "memory");
                         rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
@@ -442,14 +483,14 @@ template <uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
         const uint32_t left = x->end - x->first - number * MK_PAGE, next_tokens = min(left - min(left, (uint32_t)MK_PAGE), (uint32_t)MK_PAGE);
         { /* sums */
             const mk_att_share w = mk_att_deal(x->nv);
-            const uint32_t g = w.lane >> 2, l = w.lane & 3, bytes = x->bytes;
+            const uint32_t g = w.lane >> 2, l = w.lane & 3, bytes = x->bytes, scale = FP8 ? mk_att_scale(x, &w, l) : 0;
             const uint32_t *p = &s->p[g][l];
             const uint8_t *next = 0, *at[2] = {0, 0};
             bool has[2] = {false, false};
             if (next_tokens) {
                 next = mk_att_page(&sh->args, x->key_off, s->page[number + 1]);
 #pragma unroll
-                for (uint32_t i = 0; i < 2; i++) at[i] = mk_att_block(next, x, &w, i, l, &has[i]);
+                for (uint32_t i = 0; i < 2; i++) at[i] = mk_att_block<FP8>(next, x, &w, i, l, &has[i]);
             }
             if (number)
 #pragma unroll
@@ -486,9 +527,13 @@ template <uint32_t NH> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
 #pragma unroll
                     for (uint32_t i = 0; i < 2; i++)
 #pragma unroll
-                        for (uint32_t j = 2 * k; j < 2 * k + 2; j++) mk_att_16(&m->r[i][j], at[i], j * 8 + g, next_tokens, bytes, has[i]);
+                        for (uint32_t j = 2 * k; j < 2 * k + 2; j++)
+                            if (FP8)
+                                mk_att_8(&m->r[i][j], at[i], j * 8 + g, next_tokens, bytes, has[i], scale, i);
+                            else
+                                mk_att_16(&m->r[i][j], at[i], j * 8 + g, next_tokens, bytes, has[i]);
             }
-            if (NH == 1 && next_tokens) mk_att_fetch_rest(sh, next, x, &w, next_tokens);
+            if (NH == 1 && next_tokens) mk_att_fetch_rest<FP8>(sh, next, x, &w, next_tokens);
         }
         if (!next_tokens) break;
     }
@@ -536,15 +581,15 @@ MK_DEV void mk_counter_wait(const mk_dev *d, uint32_t k)
 }
 
 /* Before an item's queries: the cache is waited for, the scratch is free again, its first page is on its way into registers, its second into L2. */
-template <uint32_t NH> MK_DEV void mk_att_begin(const mk_dev *d, const mk_att *x, const mk_att_share *w, const mk_wait *cache, mk_att_regs *m)
+template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin(const mk_dev *d, const mk_att *x, const mk_att_share *w, const mk_wait *cache, mk_att_regs *m)
 {
     mk_att_shared *s = mk_att_sh(d->sh);
     const uint32_t *page = x->pages + x->first / MK_PAGE, n = (x->end - x->first + MK_PAGE - 1) / MK_PAGE;
     const uint32_t id0 = __ldcg(page), id1 = __ldcg(page + (n > 1)), id = __ldcg(page + (d->tid < n ? d->tid : 0));
     if (cache) mk_counter_wait(d, (uint32_t)(cache - d->in->wait));
-    mk_att_load(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
+    mk_att_load<FP8>(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
     mk_sync();
-    if (NH == 1) mk_att_fetch_rest(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
+    if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
     if (d->tid < n) s->page[d->tid] = id;
     if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
     if (d->tid == 0) s->item = *x;
@@ -553,18 +598,18 @@ template <uint32_t NH> MK_DEV void mk_att_begin(const mk_dev *d, const mk_att *x
 }
 
 /* The same in a step of one row: the cache is not waited for (mla_partial.cuh); loads bypass L1. id0: of the first page. */
-template <uint32_t NH> MK_DEV void mk_att_begin_one(const mk_dev *d, const mk_att *x, const mk_att_share *w, uint32_t id0, mk_att_regs *m)
+template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, const mk_att *x, const mk_att_share *w, uint32_t id0, mk_att_regs *m)
 {
     mk_att_shared *s = mk_att_sh(d->sh);
     const uint32_t *page = x->pages + x->first / MK_PAGE, n = (x->end - x->first + MK_PAGE - 1) / MK_PAGE;
-    mk_att_load(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
+    mk_att_load<FP8>(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
     uint32_t id = id0, id1 = id0;
     if (n > 1) {
         id1 = __ldcg(page + 1);
         if (d->tid < n) id = __ldcg(page + d->tid);
     }
     mk_sync();
-    if (NH == 1) mk_att_fetch_rest(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
+    if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
     if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
     if (d->tid == 0) s->item = *x;
     if (d->tid < n) s->page[d->tid] = id;

@@ -210,8 +210,11 @@ MK_BOTH uint64_t mk_delta_state_bytes(const mk_delta *d)
     return mk_delta_matrix_at(d) + (uint64_t)d->dk * d->dv * 4;
 }
 
-/* MLA geometry, shared by the three attention opcodes. Cache row of a token: [c (latent, normalised) | k_pe], `latent + rope`
- * values of the program's activation type; page p of layer's pool at kv_off + p * MK_PAGE * row bytes. */
+/* What an MLA cache holds: instructions/latent.h. */
+enum mk_cache { MK_CACHE_ACT = 0, MK_CACHE_FP8 = 1 };
+
+/* MLA geometry, shared by the three attention opcodes. Cache row of a token: [c (latent, normalised) | k_pe], as instructions/latent.h
+ * draws it; page p of layer's pool at kv_off + p * MK_PAGE * row bytes. */
 typedef struct mk_mla {
     uint64_t kv_off;    /* in the KV region: this layer's pool */
     uint32_t in_off;    /* KV_APPEND: c | k_pe in wait[0]. MLA_PARTIAL: q_pe of head 0 in wait[1] */
@@ -229,6 +232,7 @@ typedef struct mk_mla {
     uint32_t part;      /* MLA_PARTIAL: this instruction is part `part` of `parts`: it takes the work items i of a row with */
     uint32_t parts;     /*              (i + row) mod parts == part; items of a row = splits x head groups */
     uint32_t first, n;  /* COMBINE: latent values [first, first+n) of head head0 */
+    uint32_t cache;     /* enum mk_cache */
 } mk_mla;
 
 /* Attention splits of a row at position pos lie at absolute page positions: split s covers pages

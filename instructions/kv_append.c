@@ -3,8 +3,9 @@
  *   wait[0]  "kv": values [in_off, in_off + latent + rope)
  *   signal   BULK counter, one increment once all rows are written
  *   params   f32 gamma[latent], then inv_freq[rope/2] when rotary != 0
- *   cache    row of position pos of the row's stream: latent + rope values, bf16 (f32 in an act=f32 program), mk_kv_row
+ *   cache    row of position pos of the row's stream, mk_kv_row, as instructions/latent.h draws it
  * Source of the mathematics: models.md 3.3. */
+#include "instructions/latent.h"
 #include "instructions/op.h"
 #include "instructions/rotary.h"
 #include "instructions/vec8.h"
@@ -17,10 +18,26 @@ MK_CLONES static void norm(float *restrict x, const float *restrict gamma, uint3
     for (uint32_t i = 0; i < n; i++) x[i] = x[i] * rstd * gamma[i];
 }
 
+/* x as codes and scales. */
+static void quantise(uint8_t *dst, const float *x, uint32_t latent)
+{
+    float *scale = (float *)(void *)(dst + latent);
+    for (uint32_t g = 0; g < latent; g += MK_LATENT_GROUP) {
+        uint32_t end = latent - g < MK_LATENT_GROUP ? latent : g + MK_LATENT_GROUP, top = 0;
+        for (uint32_t i = g; i < end; i++) {
+            uint32_t u = mk_f32_bits(x[i]) & 0x7fffffffu;
+            top = u > top ? u : top;
+        }
+        top = mk_latent_scale(top);
+        for (uint32_t i = g; i < end; i++) dst[i] = mk_latent_code(x[i], top);
+        *scale++ = mk_bits_f32(top);
+    }
+}
+
 void mk_kv_append_twin(mk_ctx *c)
 {
     const mk_mla *m = &c->in->mla;
-    uint32_t latent = m->latent, n = latent + m->rope, bytes = mk_act_f32(c) ? 4 : 2;
+    uint32_t latent = m->latent, n = latent + m->rope, bytes = mk_act_f32(c) ? 4 : 2, first = 0;
     const float *gamma = c->mem->param + m->param_off;
     float *x = c->scratch;
     for (uint32_t r = 0; r < c->step->nrows; r++) {
@@ -28,11 +45,16 @@ void mk_kv_append_twin(mk_ctx *c)
         mk_read(c, 0, r, m->in_off, n, x);
         norm(x, gamma, latent, m->eps);
         if (m->rotary) mk_rotate(x + latent, gamma + latent, m->rope, row->pos);
-        uint8_t *dst = mk_kv_row(c, m->kv_off, row->slot, row->pos, n * bytes);
+        uint8_t *dst = mk_kv_row(c, m->kv_off, row->slot, row->pos, mk_latent_row_bytes(latent, m->rope, m->cache, bytes));
+        if (m->cache == MK_CACHE_FP8) {
+            quantise(dst, x, latent);
+            first = latent;
+            dst += mk_latent_key_at(latent, m->cache, bytes);
+        }
         if (bytes == 4)
             memcpy(dst, x, (size_t)n * 4);
         else
-            for (uint32_t i = 0; i < n; i++) ((uint16_t *)dst)[i] = mk_f32_to_bf16(x[i]);
+            for (uint32_t i = first; i < n; i++) ((uint16_t *)dst)[i - first] = mk_f32_to_bf16(x[i]);
     }
     mk_signal_bulk(c, c->in->signal_vec);
 }

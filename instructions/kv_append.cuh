@@ -44,6 +44,24 @@ MK_DEV float mk_latent_rstd(const float *x, uint32_t latent, float eps, uint32_t
     return mk_rsqrtf(mk_div(mk_warp_sum(sum), (float)latent) + eps);
 }
 
+/* Values [128 group, + 128) of a latent as codes and their scale, by a warp: four a lane. row: of the cache. */
+MK_DEV void mk_latent_put(uint8_t *row, const float *x, const float *gamma, uint32_t latent, float rstd, uint32_t group, uint32_t lane)
+{
+    const uint32_t c = group * MK_LATENT_GROUP + 4 * lane;
+    float y[4];
+    uint32_t top = 0, codes = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < 4; k++) {
+        y[k] = c + k < latent ? __fmul_rn(__fmul_rn(x[c + k], rstd), gamma[c + k]) : 0;
+        top = max(top, __float_as_uint(y[k]) & 0x7fffffffu);
+    }
+    const uint32_t scale = mk_latent_scale(__reduce_max_sync(0xffffffffu, top));
+#pragma unroll
+    for (uint32_t k = 0; k < 4; k++) codes |= (uint32_t)mk_latent_code(y[k], scale) << 8 * k;
+    if (c < latent) *(uint32_t *)(row + c) = codes;
+    if (lane == 0) *(uint32_t *)(row + latent + 4 * group) = scale;
+}
+
 MK_CALL void mk_kv_append_run(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
@@ -55,7 +73,7 @@ MK_CALL void mk_kv_append_run(const mk_insn *in)
     mk_staged_drop(d);
     mk_param_ask(gamma, d->a->param + m->param_off, latent + (m->rotary ? m->rope / 2 : 0));
     if (r < d->step->nrows) {
-        dst = (uint32_t *)mk_kv_at(d, m->kv_off, row->slot, row->pos, n * 2);
+        dst = (uint32_t *)mk_kv_at(d, m->kv_off, row->slot, row->pos, mk_latent_row_bytes(latent, m->rope, m->cache, 2));
         mk_read_together(d, 0, r, m->in_off, n, x, k0 * 32 + lane, warps * 32);
     }
     mk_param_there();
@@ -63,8 +81,11 @@ MK_CALL void mk_kv_append_run(const mk_insn *in)
     mk_trace_input(d);
     if (dst) { /* every warp of the row has the whole sum */
         const float rstd = mk_latent_rstd(x, latent, m->eps, lane);
+        uint32_t *key = dst + mk_latent_key_at(latent, m->cache, 2) / 4;
 #pragma unroll 1
-        for (uint32_t i = k0 * 32 + lane; i < latent / 2; i += warps * 32) {
+        for (uint32_t g = m->cache == MK_CACHE_FP8 ? k0 : latent; g * MK_LATENT_GROUP < latent; g += warps) mk_latent_put((uint8_t *)dst, x, gamma, latent, rstd, g, lane);
+#pragma unroll 1
+        for (uint32_t i = m->cache == MK_CACHE_FP8 ? latent : k0 * 32 + lane; i < latent / 2; i += warps * 32) {
             const float2 v = ((const float2 *)x)[i];
             dst[i] = mk_pack_bf16(__fmul_rn(__fmul_rn(v.x, rstd), gamma[2 * i]), __fmul_rn(__fmul_rn(v.y, rstd), gamma[2 * i + 1]));
         }
@@ -72,7 +93,7 @@ MK_CALL void mk_kv_append_run(const mk_insn *in)
         for (uint32_t i = k0 == warps - 1 ? lane : m->rope / 2; i < m->rope / 2; i += 32) {
             float a = x[latent + 2 * i], b = x[latent + 2 * i + 1];
             if (m->rotary) mk_rotate_pair(&a, &b, gamma[latent + i], row->pos);
-            dst[latent / 2 + i] = mk_pack_bf16(a, b);
+            key[i] = mk_pack_bf16(a, b);
         }
     }
     mk_bulk_signal(d, d->in->signal_vec);

@@ -9,6 +9,7 @@
  *   params   gamma f32[latent] (KV_APPEND's), then inv_freq f32[rope/2] when rotary != 0
  * A dot product is summed in eight lanes, then pairwise; the accumulation over tokens is sequential, ascending; sum p_t in eight lanes by
  * t - first token of the split. All in f32. Source of the mathematics: models.md 3.3. */
+#include "instructions/latent.h"
 #include "instructions/op.h"
 #include "instructions/rotary.h"
 #include "instructions/vec8.h"
@@ -80,6 +81,11 @@ MK_CLONES static void decode(float *restrict dst, const uint16_t *restrict src, 
     for (uint32_t i = 0; i < n; i += 8) mk_store8(dst + i, mk_load8_bf16(src + i));
 }
 
+MK_CLONES static void decode_fp8(float *restrict dst, const uint8_t *restrict codes, uint32_t n, float scale)
+{
+    for (uint32_t i = 0; i < n; i++) dst[i] = mk_fp8_finite(codes[i]) * scale;
+}
+
 /* p <- exp(s - max); returns the maximum, *sum the sum. */
 MK_CLONES static float softmax(float *restrict p, uint32_t tokens, float *sum)
 {
@@ -95,6 +101,18 @@ static const float *cache_tile(const mk_ctx *c, const mk_mla *m, uint32_t slot, 
 {
     uint32_t n = m->latent + m->rope;
     if (mk_act_f32(c)) return (const float *)mk_kv_row(c, m->kv_off, slot, t, n * 4);
+    if (m->cache == MK_CACHE_FP8) {
+        for (uint32_t k = 0; k < tokens; k++) {
+            const uint8_t *row = mk_kv_row(c, m->kv_off, slot, t + k, mk_latent_row_bytes(m->latent, m->rope, m->cache, 2));
+            float *to = tile + (size_t)k * n, scale;
+            for (uint32_t g = 0; g < m->latent; g += MK_LATENT_GROUP) {
+                memcpy(&scale, row + m->latent + g / MK_LATENT_GROUP * 4, 4);
+                decode_fp8(to + g, row + g, m->latent - g < MK_LATENT_GROUP ? m->latent - g : MK_LATENT_GROUP, scale);
+            }
+            decode(to + m->latent, (const uint16_t *)(const void *)(row + mk_latent_key_at(m->latent, m->cache, 2)), m->rope);
+        }
+        return tile;
+    }
     decode(tile, (const uint16_t *)mk_kv_row(c, m->kv_off, slot, t, n * 2), tokens * n);
     return tile;
 }
@@ -127,7 +145,7 @@ void mk_mla_partial_twin(mk_ctx *c)
                     have_q = 1;
                 }
                 uint32_t first = s * per, tokens = row->pos + 1 - first < per ? row->pos + 1 - first : per;
-                c->bytes += (uint64_t)tokens * n * (mk_act_f32(c) ? 4 : 2);
+                c->bytes += (uint64_t)tokens * mk_latent_row_bytes(latent, m->rope, m->cache, mk_act_f32(c) ? 4 : 2);
                 for (uint32_t t = 0; t < tokens; t += TILE) {
                     uint32_t k = tokens - t < TILE ? tokens - t : TILE;
                     scores(q, heads, cache_tile(c, m, row->slot, first + t, k, tile), k, n, m->scale, p + t, per);

@@ -86,14 +86,15 @@ MK_DEV uint32_t mk_mla_eights(const mk_mla *m, const mk_row *row)
     return min(mk_head_group(row->pos, m->heads), m->heads) > 8 ? 2 : 1;
 }
 /* `heads` heads over split `split` of a row, of `per` pages; dst is still to be said. */
-MK_DEV mk_att mk_mla_item(const mk_dev *d, const mk_mla *m, const mk_row *row, uint32_t split, uint32_t per, uint32_t heads)
+template <bool FP8> MK_DEV mk_att mk_mla_item(const mk_dev *d, const mk_mla *m, const mk_row *row, uint32_t split, uint32_t per, uint32_t heads)
 {
-    const uint32_t n = m->latent + m->rope;
+    const uint32_t n = m->latent + m->rope, cache = FP8 ? MK_CACHE_FP8 : MK_CACHE_ACT, bytes = mk_latent_row_bytes(m->latent, m->rope, cache, 2);
     mk_att x;
     x.pages = d->a->page + (size_t)row->slot * d->a->max_pages;
     x.key_off = m->kv_off;
-    x.bytes = n * 2;
-    x.span = n * 2 * MK_PAGE;
+    x.bytes = bytes;
+    x.span = bytes * MK_PAGE;
+    x.rest_at = mk_latent_key_at(m->latent, cache, 2) - 2 * m->latent;
     x.nk = n;
     x.nv = m->latent;
     x.fine = m->latent / 32;
@@ -104,7 +105,7 @@ MK_DEV mk_att mk_mla_item(const mk_dev *d, const mk_mla *m, const mk_row *row, u
     return x;
 }
 /* The items of rows with NH times eight heads an item: a function each, for the registers are tight. */
-template <uint32_t NH> MK_CALL void mk_mla_items(const mk_insn *in)
+template <uint32_t NH, bool FP8> MK_CALL void mk_mla_items(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_mla *m = &d->in->mla;
@@ -121,16 +122,16 @@ template <uint32_t NH> MK_CALL void mk_mla_items(const mk_insn *in)
         for (uint32_t i = mk_att_first(m->part, m->parts, r); i < splits * groups.n; i += m->parts) {
             const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
             mk_att_regs regs;
-            mk_att x = mk_mla_item(d, m, row, split, per, heads);
+            mk_att x = mk_mla_item<FP8>(d, m, row, split, per, heads);
             x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * m->all_heads + h0) * floats;
-            mk_att_begin<NH>(d, &x, &w, cache, &regs);
+            mk_att_begin<NH, FP8>(d, &x, &w, cache, &regs);
             cache = 0;
 #pragma unroll 1
             for (uint32_t h = d->warp; h < heads; h += MK_WARPS) mk_mla_positional(d, m, r, h0, h, NH > 1);
             mk_mla_latents(d, m, r, h0, heads);
             mk_sync();
             mk_trace_input(d);
-            mk_attend<NH>(d->sh, &regs);
+            mk_attend<NH, FP8>(d->sh, &regs);
         }
     }
 }
@@ -235,7 +236,7 @@ MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f
 
 /* A step of one row: only who has the item that ends with it waits for the cache; what is in it of earlier steps was written before the signal of the partials of its own
  * step, which this step's descriptor is a consequence of. Bits as above. */
-template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
+template <uint32_t NH, bool FP8> MK_CALL void mk_mla_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
@@ -249,26 +250,27 @@ template <uint32_t NH> MK_CALL void mk_mla_one(const mk_insn *in)
     for (uint32_t i = m->part; i < items; i += m->parts, number++) {
         const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
         mk_att_regs regs;
-        mk_att x = mk_mla_item(d, m, &d->step->row[0], split, per, heads);
+        mk_att x = mk_mla_item<FP8>(d, m, &d->step->row[0], split, per, heads);
         x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + ((size_t)split * m->all_heads + h0) * floats;
         mk_asked asked;
         mk_asked_for(&asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (h0 + d->warp) * m->qk_stride, d->warp < heads ? m->rope : 0);
         if (x.end == pos + 1) mk_counter_wait(d, 2);
-        mk_att_begin_one<NH>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages + x.first / MK_PAGE), &regs);
+        mk_att_begin_one<NH, FP8>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages + x.first / MK_PAGE), &regs);
         mk_mla_queries_one(d, m, f, &asked, h0, heads, NH > 1);
         mk_sync();
         if (!number) mk_trace_input(d);
-        mk_attend<NH>(d->sh, &regs);
+        mk_attend<NH, FP8>(d->sh, &regs);
     }
 }
 MK_CALL void mk_mla_one_run(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     mk_staged_drop(d);
-    if (mk_mla_eights(&in->mla, &d->step->row[0]) == 1)
-        mk_mla_one<1>(in);
+    const bool eight = mk_mla_eights(&in->mla, &d->step->row[0]) == 1;
+    if (in->mla.cache == MK_CACHE_FP8)
+        eight ? mk_mla_one<1, true>(in) : mk_mla_one<2, true>(in);
     else
-        mk_mla_one<2>(in);
+        eight ? mk_mla_one<1, false>(in) : mk_mla_one<2, false>(in);
     mk_bulk_signal(d, in->signal_vec);
 }
 
@@ -278,8 +280,9 @@ MK_DEV void mk_mla_partial_run(const mk_insn *in)
     uint32_t eights = 0; /* bit n: rows with n */
     for (uint32_t r = 0; r < d->step->nrows; r++) eights |= 1u << mk_mla_eights(&in->mla, &d->step->row[r]);
     mk_staged_drop(d);
-    if (eights & 2) mk_mla_items<1>(in);
-    if (eights & 4) mk_mla_items<2>(in);
+    const bool fp8 = in->mla.cache == MK_CACHE_FP8;
+    if (eights & 2) fp8 ? mk_mla_items<1, true>(in) : mk_mla_items<1, false>(in);
+    if (eights & 4) fp8 ? mk_mla_items<2, true>(in) : mk_mla_items<2, false>(in);
     mk_bulk_signal(d, in->signal_vec);
 }
 

@@ -20,7 +20,7 @@ static int check_state(mk_check *c)
 /* Two instructions of one layer's attention see the same cache and the same heads. */
 static int same_cache(const mk_mla *a, const mk_mla *b)
 {
-    return a->kv_off == b->kv_off && a->latent == b->latent && a->rope == b->rope && a->all_heads == b->all_heads;
+    return a->kv_off == b->kv_off && a->latent == b->latent && a->rope == b->rope && a->cache == b->cache && a->all_heads == b->all_heads;
 }
 
 static int check_pools(mk_check *c)

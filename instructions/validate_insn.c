@@ -350,7 +350,11 @@ static int check_mla(mk_check *c, uint32_t x, const mk_mla *m)
 {
     const mk_insn *in = &c->p->insn[x];
     uint64_t row = (uint64_t)m->latent + m->rope, pool = c->i->kv_page_bytes * c->i->kv_pages;
-    uint64_t page = row * MK_PAGE * (c->i->flags & MK_PROG_ACT_F32 ? 4 : 2);
+    uint32_t act = c->i->flags & MK_PROG_ACT_F32 ? 4 : 2;
+    uint64_t page = (uint64_t)mk_latent_row_bytes(m->latent, m->rope, m->cache, act) * MK_PAGE;
+    if (m->cache != MK_CACHE_ACT && (m->cache != MK_CACHE_FP8 || act != 2 || m->latent % 16))
+        return mk_refuse(c, x, "cache of type %u with a latent of %u: expected %u (activations), or %u (fp8) with activations in bf16 and a multiple of 16", m->cache, m->latent,
+                         MK_CACHE_ACT, MK_CACHE_FP8);
     if (!m->latent || m->latent % 8 || m->rope % 8 || m->rotary > 1 || (m->rotary && !m->rope))
         return mk_refuse(c, x, "latent %u, rope %u, rotary %u: expected multiples of 8 and rotary 0 or 1", m->latent, m->rope, m->rotary);
     if (!m->all_heads || m->all_heads > 4096 || !m->heads || (uint64_t)m->head0 + m->heads > m->all_heads)

@@ -3,6 +3,7 @@
 #ifndef MK_VALIDATE_INTERNAL_H
 #define MK_VALIDATE_INTERNAL_H
 
+#include "instructions/latent.h"
 #include "instructions/validate.h"
 
 /* Bytes [off, off + bytes) that belong to `who` (an instruction or a vector). */

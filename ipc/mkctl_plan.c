@@ -89,12 +89,13 @@ int mkctl_plan(int argc, char **argv)
 {
     uint32_t workers = 8, context = 2048, smem_kb = 0;
     double gb = 130;
-    const char *path = NULL, *weights = "auto", *head = "auto", *out = NULL;
+    const char *path = NULL, *weights = "auto", *head = "auto", *cache = "bf16", *out = NULL;
     const mkctl_flag flags[] = {
         {"--workers", MKCTL_U32, &workers, "workers (SMs) to plan for"},
         {"--context", MKCTL_U32, &context, "tokens a stream holds, for the bytes of a token"},
         {"--weights", MKCTL_TEXT, &weights, "auto, fp8 or bf16"},
         {"--lm-head", MKCTL_TEXT, &head, "auto, fp8 or bf16"},
+        {"--kv-cache", MKCTL_TEXT, &cache, "of latent attention: bf16 or fp8"},
         {"--memory-gb", MKCTL_REAL, &gb, "memory to fill with streams"},
         {"--smem-kb", MKCTL_U32, &smem_kb, "shared memory of a worker (227 on Hopper); 0: no limit, twin only"},
         {"--out", MKCTL_TEXT, &out, "write the program to this file"},
@@ -113,6 +114,7 @@ int mkctl_plan(int argc, char **argv)
         return mkctl_usage("plan: --weights: expected auto, fp8 or bf16, found \"%s\"", weights);
     enum mk_lm_head_mode head_mode = !strcmp(head, "fp8") ? MK_LM_HEAD_FP8 : !strcmp(head, "bf16") ? MK_LM_HEAD_BF16 : MK_LM_HEAD_AUTO;
     if (head_mode == MK_LM_HEAD_AUTO && strcmp(head, "auto")) return mkctl_usage("plan: --lm-head: expected auto, fp8 or bf16, found \"%s\"", head);
+    if (strcmp(cache, "bf16") && strcmp(cache, "fp8")) return mkctl_usage("plan: --kv-cache: expected bf16 or fp8, found \"%s\"", cache);
 
     mk_err err = {0};
     mk_model *m = NULL;
@@ -122,7 +124,7 @@ int mkctl_plan(int argc, char **argv)
                          .smem_limit = smem_kb * 1024};
     const mk_preset *preset = access(path, F_OK) ? mk_preset_find(path) : NULL;
     if (preset && mode == MK_WEIGHTS_AUTO) mode = preset->weights;
-    if ((rc = preset ? mk_preset_model(preset, &m, &err) : mk_model_read(path, &m, &err)) || (m->lm_head_mode = (uint8_t)head_mode, rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
+    if ((rc = preset ? mk_preset_model(preset, &m, &err) : mk_model_read(path, &m, &err)) || (m->lm_head_mode = (uint8_t)head_mode, m->kv_cache = !strcmp(cache, "fp8") ? MK_CACHE_FP8 : MK_CACHE_ACT, rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
         (rc = mk_validate(plan->prog, &val, &err)) || (out && (rc = mk_program_save(plan->prog, out, &err)))) {
         rc = mkctl_failed("plan", &err);
     } else {

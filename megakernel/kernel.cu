@@ -356,7 +356,7 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f
     for (uint32_t k = 0; k < ahead; k++) {
         const uint32_t at = __shfl_sync(0xffffffffu, i, k), share = mla ? at % n : 0, of = mla ? n : 1; /* groups of heads share a page: each asks for a part of it */
         if (!(pages >> k & 1)) break;
-        const uint32_t bytes = mla ? (m->latent + m->rope) * 2u * MK_PAGE : 4u * MK_PAGE * g->dim;
+        const uint32_t bytes = mla ? mk_latent_row_bytes(m->latent, m->rope, m->cache, 2) * MK_PAGE : 4u * MK_PAGE * g->dim;
         const uint8_t *page = a->kv + (mla ? m->kv_off : g->kv_off + 2 * mk_gqa_at(g->dim, at % n, 0, 0)) + __shfl_sync(0xffffffffu, id, k) * a->kv_page_bytes;
 #pragma unroll 1
         for (uint32_t b = (lane * of + share) * 128; b < bytes; b += 32 * of * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(page + b));

@@ -138,7 +138,12 @@ static void make_cache(test *t, uint64_t kv_off, float amplitude)
     if (pages > i->kv_pages) pages = i->kv_pages;
     uint8_t *at = t->mem.kv + kv_off + (uint64_t)(i->kv_pages - pages) * i->kv_page_bytes;
     keep(t, at, pages * i->kv_page_bytes);
-    if (!t->rc) ref_fill<<<1024, 256>>>(at, pages * i->kv_page_bytes / 2, 1, amplitude, t->seed);
+    if (t->rc) return;
+    const mk_mla *m = &t->insn->mla;
+    if (t->insn->opcode == MK_OP_MLA_PARTIAL && m->cache == MK_CACHE_FP8)
+        ref_fill_latents<<<1024, 256>>>(at, (uint64_t)pages * MK_PAGE, m->latent, m->rope, amplitude, t->seed);
+    else
+        ref_fill<<<1024, 256>>>(at, pages * i->kv_page_bytes / 2, 1, amplitude, t->seed);
 }
 
 static void make_state(test *t)
@@ -291,12 +296,21 @@ static void appended(test *t)
         const mk_row *row = &t->step.row[r];
         const uint8_t *at = t->mem.kv + kv_off + page[row->slot * t->mem.max_pages + row->pos / MK_PAGE] * f->kv_page_bytes;
         const uint16_t *h = (const uint16_t *)fetched(t, at, f->kv_page_bytes);
+        if (h && mla && in->mla.cache == MK_CACHE_FP8) { /* half a step of e4m3 is a sixteenth of a value, or 2^-10 of the scale */
+            const uint32_t latent = in->mla.latent;
+            const uint8_t *at = (const uint8_t *)h + (uint64_t)(row->pos % MK_PAGE) * mk_latent_row_bytes(latent, in->mla.rope, MK_CACHE_FP8, 2);
+            for (uint32_t i = 0; i < latent; i++) got[i] = mk_fp8_finite(at[i]) * ((const float *)(at + latent))[i / MK_LATENT_GROUP];
+            for (uint32_t i = latent; i < n; i++) got[i] = widen(((const uint16_t *)(at + mk_latent_key_at(latent, MK_CACHE_FP8, 2)))[i - latent]);
+            compare(t, "cached latent", r, 0, got, want + (uint64_t)r * n, latent, 1.0 / 16, mk_tolerance(in) + 0x1p-12);
+            compare(t, "cached key", r, latent, got + latent, want + (uint64_t)r * n + latent, n - latent, BF16_STEP, mk_tolerance(in));
+            continue;
+        }
         for (uint32_t i = 0; h && i < n; i++) {
             uint64_t k = (uint64_t)(row->pos % MK_PAGE) * n + i; /* MLA: [token][n]; GQA: [KV head][k, v][token][dim] */
             if (!mla) k = ((uint64_t)(i / in->gqa.dim) * MK_PAGE + row->pos % MK_PAGE) * in->gqa.dim + i % in->gqa.dim;
             got[i] = widen(h[k]);
         }
-        if (h) compare(t, "cache row", r, 0, got, want + (uint64_t)r * n, n, 1, mk_tolerance(in));
+        if (h) compare(t, "cache row", r, 0, got, want + (uint64_t)r * n, n, BF16_STEP, mk_tolerance(in));
     }
 }
 

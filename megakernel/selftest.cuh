@@ -236,8 +236,9 @@ static void make_input(test *t, const mk_insn *in, uint32_t w)
 
 /* ---- comparison ----------------------------------------------------------------------------------------------------- */
 
-/* n values that belong together, of row r, from element `first` on. bf16: they were rounded on their way. */
-static void compare(test *t, const char *what, uint32_t r, uint64_t first, const float *got, const float *want, uint64_t n, int bf16, double tol)
+/* n values that belong together, of row r, from element `first` on. step: what rounding on their way may have moved a value by, as a part of it. */
+#define BF16_STEP (1.0 / 128)
+static void compare(test *t, const char *what, uint32_t r, uint64_t first, const float *got, const float *want, uint64_t n, double step, double tol)
 {
     double square = 0;
     for (uint64_t i = 0; i < n; i++) square += (double)want[i] * want[i];
@@ -246,7 +247,7 @@ static void compare(test *t, const char *what, uint32_t r, uint64_t first, const
     double worst = 0;
     uint64_t at = 0;
     for (uint64_t i = 0; i < n; i++) {
-        double e = fabs((double)got[i] - want[i]) - (bf16 ? fabs((double)want[i]) / 128 : 0), x = e <= 0 ? 0 : e / (rms + fabs((double)want[i]));
+        double e = fabs((double)got[i] - want[i]) - step * fabs((double)want[i]), x = e <= 0 ? 0 : e / (rms + fabs((double)want[i]));
         if (!(fabs((double)want[i]) <= 3e38) || !(fabs((double)got[i]) <= 3e38)) x = INFINITY;
         if (x > worst) worst = x, at = i;
     }
@@ -290,7 +291,7 @@ static void compare_published(test *t, const float *want, const float *trailer, 
             }
             if (v->trailer) memcpy(&got_trailer[s], &q[words / 3 * 4 + words % 3], 4);
         }
-        compare(t, what, r, 0, got, expected, v->width, v->dtype == MK_BF16, tol);
+        compare(t, what, r, 0, got, expected, v->width, v->dtype == MK_BF16 ? BF16_STEP : 0, tol);
         if (v->trailer && trailer) compare(t, "trailer", r, 0, got_trailer, trailer + r * v->nslice, v->nslice, 0, 10 * tol);
     }
 }

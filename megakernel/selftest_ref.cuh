@@ -3,6 +3,7 @@
 #ifndef MK_SELFTEST_REF_CUH
 #define MK_SELFTEST_REF_CUH
 
+#include "instructions/latent.h"
 #include "instructions/program.h"
 #include "megakernel/rings.h"
 
@@ -205,6 +206,12 @@ static __device__ float ref_cache(const ref *a, uint32_t slot, uint32_t t, uint3
 {
     const mk_insn *in = a->insn;
     const uint8_t *page = a->kv + a->page[(size_t)slot * a->max_pages + t / MK_PAGE] * a->kv_page_bytes;
+    if (in->opcode == MK_OP_MLA_PARTIAL && in->mla.cache == MK_CACHE_FP8) { /* as latent.h draws it */
+        const uint32_t latent = in->mla.latent;
+        const uint8_t *row = page + in->mla.kv_off + (size_t)(t % MK_PAGE) * mk_latent_row_bytes(latent, in->mla.rope, MK_CACHE_FP8, 2);
+        if (i < latent) return ref_fp8(row[i]) * ((const float *)(row + latent))[i / 128];
+        return ref_bf16(row + mk_latent_key_at(latent, MK_CACHE_FP8, 2) + (i - latent) * 2);
+    }
     if (in->opcode == MK_OP_MLA_PARTIAL) return ref_bf16(page + in->mla.kv_off + ((size_t)(t % MK_PAGE) * (in->mla.latent + in->mla.rope) + i) * 2);
     const mk_gqa *g = &in->gqa;
     uint32_t kv = h / (g->heads / g->kv_heads);
@@ -413,6 +420,24 @@ static __global__ void ref_fill(void *p, uint64_t n, int bf16, float scale, uint
             ((__nv_bfloat16 *)p)[i] = __float2bfloat16_rn(v);
         else
             ((float *)p)[i] = v;
+    }
+}
+/* n cache rows in FP8 of such values: a thread a value. Codes reach down to e4m3's subnormals; scales of neighbours differ. */
+static __global__ void ref_fill_latents(uint8_t *p, uint64_t n, uint32_t latent, uint32_t rope, float scale, uint64_t seed)
+{
+    const uint32_t width = latent + rope, bytes = mk_latent_row_bytes(latent, rope, MK_CACHE_FP8, 2), key = mk_latent_key_at(latent, MK_CACHE_FP8, 2);
+    for (uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; i < n * width; i += gridDim.x * (uint64_t)blockDim.x) {
+        const uint32_t c = (uint32_t)(i % width);
+        uint8_t *row = p + i / width * bytes;
+        float v = (float)(int32_t)(ref_random(seed, i) >> 32) * 0x1p-31f * scale;
+        if (c >= latent) {
+            ((__nv_bfloat16 *)(row + key))[c - latent] = __float2bfloat16_rn(v);
+            continue;
+        }
+        const float part = (i / width + c / MK_LATENT_GROUP) & 1 ? 0.25f : 1;
+        const uint32_t by = mk_latent_scale(__float_as_uint(scale * part));
+        row[c] = mk_latent_code(c % 7 ? v * part : v * part * 0x1p-9f, by);
+        ((uint32_t *)(row + latent))[c / MK_LATENT_GROUP] = by;
     }
 }
 

@@ -1,5 +1,7 @@
 #include "megakernel/synth.h"
 
+#include "instructions/latent.h"
+
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -62,6 +64,27 @@ static __global__ void values(uint4 *dst, uint64_t groups, float gain, uint64_t 
     }
 }
 
+/* A thread a row of the cache. */
+static __global__ void latents(uint8_t *dst, uint64_t n, uint32_t latent, uint32_t rope, uint64_t seed)
+{
+    const uint32_t bytes = mk_latent_row_bytes(latent, rope, MK_CACHE_FP8, 2), key = mk_latent_key_at(latent, MK_CACHE_FP8, 2);
+    for (uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; i < n; i += gridDim.x * (uint64_t)blockDim.x) {
+        uint4 *row = (uint4 *)(dst + i * bytes);
+        for (uint32_t k = 0; k < bytes / 16; k++) {
+            uint4 r = random4(i * (bytes / 16) + k, seed);
+            const float two = 2;
+            const uint32_t s = __float_as_uint(two);
+            if (16 * k < latent)
+                r = make_uint4(fp8x4(r.x), fp8x4(r.y), fp8x4(r.z), fp8x4(r.w));
+            else if (16 * k < key)
+                r = make_uint4(s, s, s, s);
+            else
+                r = make_uint4(bf16x2(r.x, 1), bf16x2(r.y, 1), bf16x2(r.z, 1), bf16x2(r.w, 1));
+            row[k] = r;
+        }
+    }
+}
+
 static int launched(mk_err *err)
 {
     cudaError_t e = cudaGetLastError();
@@ -84,6 +107,12 @@ extern "C" int mk_synth_bf16(void *dst, uint64_t n, float gain, uint64_t seed, m
 {
     if (n % 8) return mk_fail(err, MK_E_MODEL, "synthetic weights: %llu values: expected a multiple of 8", (unsigned long long)n);
     values<<<1024, 256>>>((uint4 *)dst, n / 8, gain, seed);
+    return launched(err);
+}
+
+extern "C" int mk_synth_latents(void *dst, uint64_t n, uint32_t latent, uint32_t rope, uint64_t seed, mk_err *err)
+{
+    latents<<<1024, 256>>>((uint8_t *)dst, n, latent, rope, seed);
     return launched(err);
 }
 

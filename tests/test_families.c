@@ -202,6 +202,21 @@ static void presets(void **state)
         double layer = (mk_bytes_step(&plan->bytes, 1, 2048) - 2.0 * m->vocab * m->hidden) / m->layers;
         print_message("%-22s %8.3f GB a token\n", name, mk_bytes_step(&plan->bytes, 1, 2048) / 1e9);
         if (!strcmp(name, "glm52-mla")) assert_true(m->layers >= 8 && fabs(layer - 2048 * (1152 - 656) - 166e6) < 1e6);
+        /* and with an FP8 cache: 656 bytes a token of 512 + 64, or a reason why not */
+        uint32_t mla = 0, gqa = 0;
+        for (uint32_t l = 0; l < m->layers; l++) mla += m->layer[l].mixer == MK_MIX_MLA, gqa += m->layer[l].mixer == MK_MIX_GQA;
+        mk_plan_destroy(&plan);
+        m->kv_cache = MK_CACHE_FP8;
+        int rc = mk_plan_make(m, &c, &plan, &err);
+        if (!rc) rc = mk_validate(plan->prog, NULL, &err);
+        if (gqa) {
+            assert_int_equal(rc, MK_E_USAGE);
+            assert_non_null(strstr(err.msg, "kv-cache fp8: expected latent attention in all layers with a cache, found grouped queries in layer"));
+        } else {
+            if (rc) fail_msg("%s: %s", name, err.msg);
+            assert_true(plan->bytes.kv == 656ull * mla && plan->prog->info.kv_page_bytes == 656 * MK_PAGE);
+        }
+        if (!gqa) assert_int_equal((c.act_f32 = 1, mk_plan_destroy(&plan), mk_plan_make(m, &c, &plan, &err)), MK_E_USAGE);
         mk_plan_destroy(&plan);
         mk_model_destroy(&m);
     }

@@ -1,5 +1,6 @@
 /* KV_APPEND, MLA_PARTIAL and COMBINE against attention in double, written from models.md 3.3: no splits, no pages, softmax over all
  * tokens at once. */
+#include "instructions/latent.h"
 #include "tests/support/onestep.h"
 
 #include <math.h>
@@ -10,7 +11,7 @@
 
 typedef struct shape {
     uint32_t heads, latent, rope, nope, parts, context;
-    int rotary, act_f32;
+    int rotary, act_f32, fp8; /* fp8: the cache */
 } shape;
 
 typedef struct rig {
@@ -29,6 +30,28 @@ static void *need(void *p)
 {
     assert_non_null(p);
     return p;
+}
+
+/* ---- FP8 cache rows: codes, a scale for every 128 of them in 16 bytes for every four, keys in bf16 ------------------ */
+
+static double e4m3(uint32_t b)
+{
+    int e = (int)(b >> 3 & 15), m = (int)(b & 7);
+    double v = e ? ldexp(8 + m, e - 10) : ldexp(m, -9);
+    return b & 128 ? -v : v;
+}
+static uint32_t row_bytes(const shape *s)
+{
+    uint32_t groups = (s->latent + 127) / 128;
+    return s->fp8 ? s->latent + (groups + 3) / 4 * 16 + 2 * s->rope : (s->latent + s->rope) * (s->act_f32 ? 4 : 2);
+}
+/* The least power of two with which no value of the group that holds value i is above 448. */
+static double group_scale(const double *x, uint32_t latent, uint32_t i)
+{
+    double top = 0, scale = ldexp(1, -100);
+    for (uint32_t k = i / 128 * 128; k < latent && k < i / 128 * 128 + 128; k++) top = fmax(top, fabs(x[k]));
+    while (top / scale > 448) scale *= 2;
+    return scale;
 }
 
 static rig *rig_new(shape s)
@@ -51,10 +74,10 @@ static rig *rig_new(shape s)
     g->lat = one_even(o, dtype, 0, s.heads * s.latent, s.heads * g->cs);
     g->m = (mk_mla){.heads = (uint16_t)s.heads, .latent = (uint16_t)s.latent, .rope = (uint16_t)s.rope, .qk_stride = (uint16_t)(s.nope + s.rope),
                     .all_heads = s.heads, .scale = (float)(1 / sqrt((double)s.nope + s.rope)), .eps = 1e-6f, .rotary = (uint8_t)s.rotary,
-                    .parts = s.parts};
+                    .parts = s.parts, .cache = s.fp8 ? MK_CACHE_FP8 : MK_CACHE_ACT};
     g->m.param_off = one_param(o, g->gamma, s.latent);
     if (s.rotary) one_param(o, g->freq, s.rope / 2);
-    one_alloc(o, 1, 64, STREAMS, s.context, n * (s.act_f32 ? 4 : 2));
+    one_alloc(o, 1, 64, STREAMS, s.context, row_bytes(&s));
     for (int i = 0; i < STREAMS; i++) g->store[i] = need(calloc((size_t)s.context * n, sizeof(double)));
     return g;
 }
@@ -144,6 +167,11 @@ static float cache_value(const rig *g, uint32_t slot, uint32_t pos, uint32_t i)
     const uint8_t *p = cache_row(g, slot, pos);
     float f;
     uint16_t h;
+    if (g->s.fp8 && i < g->s.latent) {
+        memcpy(&f, p + g->s.latent + i / 128 * 4, 4);
+        return (float)(e4m3(p[i]) * (double)f);
+    }
+    if (g->s.fp8) p = p + row_bytes(&g->s) - 2 * (g->s.latent + g->s.rope); /* where value 0 would be, had all of them two bytes */
     if (g->s.act_f32) {
         memcpy(&f, p + 4 * i, 4);
         return f;
@@ -160,7 +188,13 @@ static void prefill(rig *g, uint32_t slot, uint32_t pos)
     for (uint32_t t = 0; t < pos; t++) {
         uint8_t *p = (uint8_t *)cache_row(g, slot, t);
         one_fill(123000 * (uint64_t)slot + t, v, n, 1.0);
-        for (uint32_t i = 0; i < n; i++) {
+        for (uint32_t i = 0; g->s.fp8 && i < g->s.latent; i++) {
+            uint32_t scale = mk_latent_scale(mk_f32_bits(i / 128 % 2 ? 3.0f : 0.75f));
+            p[i] = mk_latent_code(i % 5 ? v[i] : v[i] / 512, scale);
+            memcpy(p + g->s.latent + i / 128 * 4, &scale, 4);
+        }
+        if (g->s.fp8) p = p + row_bytes(&g->s) - 2 * n;
+        for (uint32_t i = g->s.fp8 ? g->s.latent : 0; i < n; i++) {
             v[i] = as_act(g, v[i]);
             uint16_t h = mk_f32_to_bf16(v[i]);
             if (g->s.act_f32)
@@ -269,7 +303,7 @@ static void append_case(shape s)
     uint32_t n = s.latent + s.rope, pos[STREAMS] = {0, 61, 130, 5};
     float *first = need(malloc(STREAMS * 40 * n * sizeof *first));
     double worst = 0;
-    for (int step = 0; step < 5; step++) {
+    for (int round = 0; round < 5; round++) {
         one_begin(g->o);
         for (uint32_t i = 0; i < STREAMS; i++)
             for (uint32_t k = 0; k < (i == 1 ? 4 : 1); k++) one_row(g->o, i, pos[i]++); /* 7 rows; stream 1 crosses a page */
@@ -278,9 +312,19 @@ static void append_case(shape s)
             const mk_row *row = &g->o->step.row[r];
             for (uint32_t i = 0; i < n; i++) {
                 float v = cache_value(g, row->slot, row->pos, i);
-                double e = (s.act_f32 ? one_close : one_close_bf16)("cache", &v, &g->store[row->slot][(size_t)row->pos * n + i], 1, 1.0, 2e-6);
+                const double *x = g->store[row->slot] + (size_t)row->pos * n;
+                if (s.fp8 && i < s.latent) { /* the nearest that there is, give or take what f32 does */
+                    double scale = group_scale(x, s.latent, i), step = fmax(ldexp(1, -9), exp2(floor(log2(fabs(x[i]) / scale + 1e-30)) - 3));
+                    float stored;
+                    memcpy(&stored, cache_row(g, row->slot, row->pos) + s.latent + i / 128 * 4, 4);
+                    assert_true((double)stored == scale);
+                    if (!(fabs((double)v - x[i]) <= scale * step * 0.5001)) fail_msg("cached value %u is %g, expected %g to half a step of %g", i, (double)v, x[i], scale * step);
+                    first[(r + 8 * (uint32_t)round) * n + i] = v;
+                    continue;
+                }
+                double e = (s.act_f32 ? one_close : one_close_bf16)("cache", &v, &x[i], 1, 1.0, 2e-6);
                 if (e > worst) worst = e;
-                first[(r + 8 * (uint32_t)step) * n + i] = v;
+                first[(r + 8 * (uint32_t)round) * n + i] = v;
             }
         }
         /* each alone: the same bits */
@@ -291,15 +335,15 @@ static void append_case(shape s)
             append(g);
             for (uint32_t i = 0; i < n; i++) {
                 float v = cache_value(g, together.row[r].slot, together.row[r].pos, i);
-                one_same("cache row alone", &v, &first[(r + 8 * (uint32_t)step) * n + i], 1);
+                one_same("cache row alone", &v, &first[(r + 8 * (uint32_t)round) * n + i], 1);
             }
         }
     }
     /* nothing else was written: rows behind the last, and every page that no stream reached */
     for (uint32_t i = 0; i < STREAMS; i++)
         for (uint32_t t = pos[i]; t < s.context; t++)
-            for (uint32_t b = 0; b < n * (s.act_f32 ? 4 : 2); b++) assert_int_equal(cache_row(g, i, t)[b], 0xff);
-    print_message("kv_append latent %u rope %u rotary %d act_f32 %d: max error %.2g\n", s.latent, s.rope, s.rotary, s.act_f32, worst);
+            for (uint32_t b = 0; b < row_bytes(&s); b++) assert_int_equal(cache_row(g, i, t)[b], 0xff);
+    print_message("kv_append latent %u rope %u rotary %d act_f32 %d fp8 %d: max error %.2g\n", s.latent, s.rope, s.rotary, s.act_f32, s.fp8, worst);
     free(first);
     rig_free(g);
 }
@@ -311,6 +355,31 @@ static void test_append(void **state)
     append_case((shape){.heads = 1, .latent = 512, .rope = 64, .nope = 128, .parts = 1, .context = 200, .rotary = 1, .act_f32 = 1});
     append_case((shape){.heads = 1, .latent = 64, .rope = 16, .nope = 16, .parts = 1, .context = 200, .rotary = 1, .act_f32 = 0});
     append_case((shape){.heads = 1, .latent = 64, .rope = 0, .nope = 16, .parts = 1, .context = 200, .rotary = 0, .act_f32 = 1});
+    append_case((shape){.heads = 1, .latent = 512, .rope = 64, .nope = 128, .parts = 1, .context = 200, .rotary = 1, .fp8 = 1});
+    append_case((shape){.heads = 1, .latent = 208, .rope = 16, .nope = 16, .parts = 1, .context = 200, .rotary = 0, .fp8 = 1});
+}
+
+/* mk_latent_scale and mk_latent_code at their edges and at random. */
+static void test_latent_scale(void **state)
+{
+    (void)state;
+    static const struct {
+        float top, scale;
+    } edge[] = {{448, 1}, {448.0001f, 2}, {224, 0.5f}, {447.9f, 1}, {1.75f, 0x1p-8f}, {0, 0x1p-100f}, {0x1p-120f, 0x1p-100f}, {57344, 128}, {57345, 128}, {3e38f, 128}};
+    for (size_t i = 0; i < sizeof edge / sizeof *edge; i++) assert_true(mk_bits_f32(mk_latent_scale(mk_f32_bits(edge[i].top))) == edge[i].scale);
+    assert_true(isnan(mk_bits_f32(mk_latent_scale(mk_f32_bits(INFINITY)))) && isnan(mk_bits_f32(mk_latent_scale(0x7fc00000u))));
+    assert_int_equal(mk_latent_code(1e9f, mk_latent_scale(mk_f32_bits(1e9f))), 0x7e); /* 448 */
+    uint64_t s = 17;
+    for (int i = 0; i < 20000; i++) {
+        float x = (float)ldexp(one_normal(&s, 1.0), (int)(one_random(&s) % 34) - 30), top = fabsf(x) * (1 + 100 * (float)one_uniform(&s));
+        uint32_t scale = mk_latent_scale(mk_f32_bits(top));
+        double by = (double)mk_bits_f32(scale), got = e4m3(mk_latent_code(x, scale)) * by, best = 1e300;
+        for (uint32_t b = 0; b < 256; b++)
+            if ((b & 0x7f) != 0x7f) best = fmin(best, fabs(e4m3(b) * by - (double)x));
+        assert_true((double)top / by <= 448 && (double)top / by > 224);
+        assert_true(fabs(got - (double)x) == best);
+        assert_true((float)got == mk_round_bf16((float)got)); /* what attention multiplies is exact */
+    }
 }
 
 /* ---- attention ------------------------------------------------------------------------------------------------------- */
@@ -381,6 +450,11 @@ static void test_attention_real(void **state)
     (void)state;
     shape s = {.heads = 32, .latent = 512, .rope = 64, .nope = 128, .parts = 8, .context = 320, .rotary = 0, .act_f32 = 0};
     attention_case("32 heads x 512, bf16", s, POS({0, 0}, {1, 190}, {1, 191}, {1, 192}));
+    s.fp8 = 1;
+    attention_case("32 heads x 512, FP8 cache", s, POS({0, 0}, {1, 190}, {1, 191}, {1, 192}));
+    s.latent = 208;
+    attention_case("32 heads x 208, FP8 cache", s, POS({0, 70}, {1, 191}));
+    s.latent = 512, s.fp8 = 0;
     s.heads = 12, s.rotary = 1, s.act_f32 = 1, s.parts = 5;
     attention_case("12 heads x 512, f32, rotary", s, POS({0, 40}, {1, 190}));
 }
@@ -450,7 +524,7 @@ static void test_parts(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_append),         cmocka_unit_test(test_attention_small),   cmocka_unit_test(test_attention_real),
+        cmocka_unit_test(test_append), cmocka_unit_test(test_latent_scale),         cmocka_unit_test(test_attention_small),   cmocka_unit_test(test_attention_real),
         cmocka_unit_test(test_attention_long), cmocka_unit_test(test_attention_extreme), cmocka_unit_test(test_parts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

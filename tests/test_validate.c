@@ -273,6 +273,8 @@ static void shapes(void **state)
     BREAK(for (uint32_t w = 0; w < 4; w++) IN(w, MLA_PARTIAL, 1)->mla.kv_off = 0, "worker 0", "which does not append to the pool at 0 that it reads");
     BREAK(for (uint32_t w = 0; w < 4; w++) IN(w, MLA_PARTIAL, 1)->wait[2].pub = 0, "worker 0", "which does not append to the pool at");
     BREAK(IN(3, KV_APPEND, 1)->mla.kv_off = 0, "KV_APPEND", "writes the cache pool that worker 3");
+    BREAK(IN(3, KV_APPEND, 1)->mla.cache = 2, "KV_APPEND", "cache of type 2 with a latent of 16: expected 0 (activations), or 1 (fp8)");
+    BREAK(IN(3, KV_APPEND, 1)->mla.cache = MK_CACHE_FP8, "MLA_PARTIAL", "which does not append to the pool at");
     BREAK(IN(3, KV_APPEND, 1)->mla.rotary = 0, "MLA_PARTIAL", "rotates otherwise");
     BREAK(IN(1, COMBINE, 0)->mla.head0 = 2, "COMBINE", "slice 1 of lat starts at 16");
     BREAK(IN(1, COMBINE, 0)->mla.first = 1, "COMBINE", "latent values [1, +16) of 16");

@@ -1,5 +1,6 @@
 /* KV_APPEND, MLA_PARTIAL, COMBINE, GQA_APPEND, GQA_PARTIAL. Logical rows 0, 1, 2 are three tokens of one stream that cross a page edge; the others stand at
  * positions that exercise page and split edges. Whatever of the cache no token has is NaN. */
+#include "instructions/latent.h"
 #include "tests/gpu/opcodes.h"
 
 #include <math.h>
@@ -9,6 +10,7 @@
 typedef struct mla_arg {
     uint32_t latent, rope, rotary, heads, far; /* far: the greatest position */
     uint32_t slices, gate;                     /* COMBINE: slices of a head */
+    uint32_t cache;                            /* enum mk_cache */
 } mla_arg;
 
 static void positions(mk_case *c, uint32_t far)
@@ -47,6 +49,29 @@ static void fill_cache(mk_case *c, uint32_t row_bytes, uint32_t values, uint32_t
     }
 }
 
+/* Codes from e4m3's subnormals to its greatest, scales of three sizes, bf16 keys. */
+static void fill_latents(mk_case *c, const mla_arg *a)
+{
+    const uint32_t bytes = mk_latent_row_bytes(a->latent, a->rope, a->cache, 2), key = mk_latent_key_at(a->latent, a->cache, 2);
+    for (uint32_t r = 0; r < c->step.nrows; r++) {
+        const mk_row *row = &c->step.row[r];
+        uint64_t s = case_rng(c, 7200, row->slot);
+        for (uint32_t t = 0; t <= row->pos; t++) {
+            uint8_t *to = c->mem.kv + (uint64_t)c->mem.page[row->slot * c->mem.max_pages + t / MK_PAGE] * c->prog.info.kv_page_bytes + (uint64_t)(t % MK_PAGE) * bytes;
+            for (uint32_t g = 0; g < a->latent; g += MK_LATENT_GROUP) {
+                float top = 2.0f / (float)(1u << case_random(&s) % 3), *scale = (float *)(void *)(to + a->latent) + g / MK_LATENT_GROUP;
+                uint32_t bits = mk_latent_scale(mk_f32_bits(top));
+                *scale = mk_bits_f32(bits);
+                for (uint32_t i = g; i < a->latent && i < g + MK_LATENT_GROUP; i++) {
+                    float x = top * (float)(2 * case_uniform(&s) - 1);
+                    to[i] = mk_latent_code(i % 9 ? x : x / 1024, bits);
+                }
+            }
+            for (uint32_t i = 0; i < a->rope; i++) ((uint16_t *)(void *)(to + key))[i] = mk_f32_to_bf16(2 * (float)case_uniform(&s) - 1);
+        }
+    }
+}
+
 /* ---- MLA ------------------------------------------------------------------------------------------------------------- */
 
 static uint32_t mla_params(mk_case *c, const mla_arg *a)
@@ -65,10 +90,10 @@ static void append_make(mk_case *c, const void *arg)
     case_bulk(c, "kvcache", 0, 1);
     mk_insn *in = case_add(c, 1, MK_OP_KV_APPEND);
     in->mla = (mk_mla){.in_off = 3, .latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope, .all_heads = 1, .eps = 1e-6f, .param_off = mla_params(c, a),
-                       .rotary = (uint8_t)a->rotary};
+                       .rotary = (uint8_t)a->rotary, .cache = a->cache};
     case_wait(c, in, 0);
     case_to(c, in, 1, 0);
-    case_seal(c, &(case_sizes){.kv_page = (uint64_t)n * 2 * MK_PAGE, .context = a->far + 4});
+    case_seal(c, &(case_sizes){.kv_page = (uint64_t)mk_latent_row_bytes(a->latent, a->rope, a->cache, 2) * MK_PAGE, .context = a->far + 4});
     positions(c, a->far);
 }
 
@@ -82,7 +107,7 @@ static void append_feed(mk_case *c, const void *arg)
 static void mla_make(mk_case *c, const void *arg)
 {
     const mla_arg *a = arg;
-    uint32_t n = a->latent + a->rope, W = c->prog.info.workers, nope = 64;
+    uint32_t W = c->prog.info.workers, nope = 64;
     case_even(c, "qt", MK_BF16, 0, a->heads * a->latent, a->heads);
     case_even(c, "q", MK_BF16, 0, a->heads * (nope + a->rope), a->heads < 11 ? 1 : 11);
     case_bulk(c, "kvcache", 0, 1);
@@ -92,11 +117,11 @@ static void mla_make(mk_case *c, const void *arg)
         mk_insn *in = case_add(c, w, MK_OP_MLA_PARTIAL);
         in->mla = (mk_mla){.in_off = nope, .heads = (uint16_t)a->heads, .latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope,
                            .qk_stride = (uint16_t)(nope + a->rope), .all_heads = a->heads, .scale = 1 / sqrtf((float)(128 + a->rope)), .param_off = param,
-                           .rotary = (uint8_t)a->rotary, .part = w, .parts = W};
+                           .rotary = (uint8_t)a->rotary, .part = w, .parts = W, .cache = a->cache};
         for (uint32_t v = 0; v < 3; v++) case_wait(c, in, v);
         case_to(c, in, 3, 0);
     }
-    case_seal(c, &(case_sizes){.kv_page = (uint64_t)n * 2 * MK_PAGE, .context = a->far + 4});
+    case_seal(c, &(case_sizes){.kv_page = (uint64_t)mk_latent_row_bytes(a->latent, a->rope, a->cache, 2) * MK_PAGE, .context = a->far + 4});
     positions(c, a->far);
 }
 
@@ -107,7 +132,10 @@ static void mla_feed(mk_case *c, const void *arg)
     case_input(c, 1, 1);
     case_signalled(c, 2);
     rows_of_streams(c);
-    fill_cache(c, (a->latent + a->rope) * 2, a->latent + a->rope, 1);
+    if (a->cache == MK_CACHE_FP8)
+        fill_latents(c, a);
+    else
+        fill_cache(c, (a->latent + a->rope) * 2, a->latent + a->rope, 1);
 }
 
 static void combine_make(mk_case *c, const void *arg)
@@ -219,6 +247,13 @@ const case_spec attention_cases[] = {
     {"KV_APPEND", "latent 512, rope 64, rotated", A(.latent = 512, .rope = 64, .rotary = 1, .far = 5000)},
     {"KV_APPEND", "latent 512, rope 64, no positions", A(.latent = 512, .rope = 64, .far = 300)},
     {"KV_APPEND", "latent 64, rope 16", A(.latent = 64, .rope = 16, .rotary = 1, .far = 130)},
+    {"KV_APPEND", "FP8, latent 512, rope 64, rotated", A(.latent = 512, .rope = 64, .rotary = 1, .far = 5000, .cache = MK_CACHE_FP8)},
+    {"KV_APPEND", "FP8, latent 96, rope 16", A(.latent = 96, .rope = 16, .rotary = 1, .far = 130, .cache = MK_CACHE_FP8)},
+    {"MLA_PARTIAL", "FP8, 32 heads, 512 + 64, to 9000", P(.latent = 512, .rope = 64, .heads = 32, .far = 9000, .cache = MK_CACHE_FP8), 7},
+    {"MLA_PARTIAL", "FP8, 20 heads, 512 + 64 rotated, to 4095", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 20, .far = 4095, .cache = MK_CACHE_FP8), 7},
+    {"MLA_PARTIAL", "FP8, 64 heads, 512 + 64 rotated, to 1100", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 64, .far = 1100, .cache = MK_CACHE_FP8), 5},
+    {"MLA_PARTIAL", "FP8, 16 heads, 256 + 128 rotated, to 4096", P(.latent = 256, .rope = 128, .rotary = 1, .heads = 16, .far = 4096, .cache = MK_CACHE_FP8), 132},
+    {"MLA_PARTIAL", "FP8, 3 heads, 96 + 16, to 200", P(.latent = 96, .rope = 16, .rotary = 1, .heads = 3, .far = 200, .cache = MK_CACHE_FP8), 3},
     {"MLA_PARTIAL", "32 heads, 512 + 64, to 9000", P(.latent = 512, .rope = 64, .heads = 32, .far = 9000), 7},
     {"MLA_PARTIAL", "20 heads, 512 + 64 rotated, to 4095", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 20, .far = 4095), 7},
     {"MLA_PARTIAL", "64 heads, 512 + 64 rotated, to 1100", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 64, .far = 1100), 5},

@@ -8,6 +8,8 @@
 
 #define FP8_HEAD_MEAN 4e-3 /* nats */
 #define FP8_HEAD_MAX  2e-2
+#define FP8_CACHE_MEAN 1e-3
+#define FP8_CACHE_MAX  1e-2
 
 static struct {
     const char *dir;
@@ -330,6 +332,35 @@ static void fp8_lm_head(void **state)
     mk_checkpoint_close(&g.file);
 }
 
+/* --kv-cache fp8 (latent attention): what it costs, and that a token's bits do not depend on how many are appended at once. */
+static void fp8_cache(void **state)
+{
+    (void)state;
+    mk_oracle g = load();
+    mk_session_config c = {.dir = g.dir, .kv_cache = MK_CACHE_FP8};
+    mk_session *s = rig_open(&(mk_session_config){.dir = g.dir});
+    uint32_t gqa = 0;
+    for (uint32_t l = 0; l < s->model->layers; l++) gqa |= s->model->layer[l].mixer == MK_MIX_GQA;
+    mk_session_close(&s);
+    if (gqa) {
+        mk_err err = {0};
+        assert_int_equal(mk_session_open(&c, &s, &err), MK_E_USAGE);
+        assert_non_null(strstr(err.msg, "kv-cache fp8: expected latent attention"));
+        mk_checkpoint_close(&g.file);
+        return;
+    }
+    size_t n = (size_t)g.prompt_n * g.vocab;
+    float *all = calloc(n, sizeof *all), *one = calloc(n, sizeof *one);
+    assert_true(all && one);
+    mk_oracle_result r = mk_oracle_forced(&g, &c, g.prompt_n, all), plain = mk_oracle_forced(&g, &(mk_session_config){.dir = g.dir}, g.prompt_n, NULL);
+    print_message("cache in FP8: mean KL %.2e, max %.2e (BF16: %.2e, %.2e)\n", r.mean_kl, r.max_kl, plain.mean_kl, plain.max_kl);
+    assert_true(r.mean_kl <= FP8_CACHE_MEAN && r.max_kl <= FP8_CACHE_MAX && r.mean_kl > plain.mean_kl);
+    mk_oracle_forced(&g, &c, 1, one);
+    assert_memory_equal(all, one, n * sizeof *all);
+    free(all), free(one);
+    mk_checkpoint_close(&g.file);
+}
+
 static void no_edit(void *arg, mk_edit_tensor *t)
 {
     (void)arg, (void)t;
@@ -408,7 +439,7 @@ int mk_oracle_main(const char *name, const mk_oracle_control *control, size_t n_
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(strict_gate),       cmocka_unit_test(default_gate),       cmocka_unit_test(greedy_tokens),
         cmocka_unit_test(invariance_chunks), cmocka_unit_test(invariance_company), cmocka_unit_test(other_worker_counts),
-        cmocka_unit_test(stored_otherwise),  cmocka_unit_test(fp8_lm_head),        cmocka_unit_test(negative_controls),  {"extra", extra ? extra : nothing_more, NULL, NULL, NULL},
+        cmocka_unit_test(stored_otherwise),  cmocka_unit_test(fp8_lm_head), cmocka_unit_test(fp8_cache),        cmocka_unit_test(negative_controls),  {"extra", extra ? extra : nothing_more, NULL, NULL, NULL},
     };
     return _cmocka_run_group_tests(group, tests, sizeof tests / sizeof *tests - !extra, NULL, NULL);
 }
