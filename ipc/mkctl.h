@@ -2,7 +2,7 @@
 #ifndef MK_MKCTL_H
 #define MK_MKCTL_H
 
-#include "host/err.h"
+#include "host/model.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -52,6 +52,9 @@ int mkctl_flags(int argc, char **argv, const mkctl_flag *flag, size_t n_flag, co
 
 /* "1,2,3" -> a malloc()ed array. MK_E_USAGE names what is no number. */
 int mkctl_parse_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err);
+
+/* --lm-head and --kv-cache of `command` as mkd takes them. MK_OK, or MK_E_USAGE after a line on stderr. */
+int mkctl_kinds(const char *command, const char *head, const char *cache, enum mk_lm_head_mode *lm_head, enum mk_cache *kv_cache);
 
 /* What `plan` and `validate` both say of a program that was proven (mkctl_validate.c). */
 void mkctl_print_validation(const struct mk_program *p, const struct mk_validation *v);

@@ -134,6 +134,15 @@ int mkctl_flags(int argc, char **argv, const mkctl_flag *flag, size_t n_flag, co
     return 0;
 }
 
+int mkctl_kinds(const char *command, const char *head, const char *cache, enum mk_lm_head_mode *lm_head, enum mk_cache *kv_cache)
+{
+    *lm_head = !strcmp(head, "fp8") ? MK_LM_HEAD_FP8 : !strcmp(head, "bf16") ? MK_LM_HEAD_BF16 : MK_LM_HEAD_AUTO;
+    *kv_cache = !strcmp(cache, "fp8") ? MK_CACHE_FP8 : MK_CACHE_ACT;
+    if (*lm_head == MK_LM_HEAD_AUTO && strcmp(head, "auto")) return mkctl_usage("%s: --lm-head: expected auto, fp8 or bf16, found \"%s\"", command, head);
+    if (*kv_cache == MK_CACHE_ACT && strcmp(cache, "bf16")) return mkctl_usage("%s: --kv-cache: expected bf16 or fp8, found \"%s\"", command, cache);
+    return MK_OK;
+}
+
 int mkctl_parse_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err)
 {
     size_t most = 1;

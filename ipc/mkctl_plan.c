@@ -112,9 +112,9 @@ int mkctl_plan(int argc, char **argv)
         mode = MK_WEIGHTS_BF16;
     else if (strcmp(weights, "auto"))
         return mkctl_usage("plan: --weights: expected auto, fp8 or bf16, found \"%s\"", weights);
-    enum mk_lm_head_mode head_mode = !strcmp(head, "fp8") ? MK_LM_HEAD_FP8 : !strcmp(head, "bf16") ? MK_LM_HEAD_BF16 : MK_LM_HEAD_AUTO;
-    if (head_mode == MK_LM_HEAD_AUTO && strcmp(head, "auto")) return mkctl_usage("plan: --lm-head: expected auto, fp8 or bf16, found \"%s\"", head);
-    if (strcmp(cache, "bf16") && strcmp(cache, "fp8")) return mkctl_usage("plan: --kv-cache: expected bf16 or fp8, found \"%s\"", cache);
+    enum mk_lm_head_mode head_mode;
+    enum mk_cache kv_cache;
+    if ((rc = mkctl_kinds("plan", head, cache, &head_mode, &kv_cache))) return rc;
 
     mk_err err = {0};
     mk_model *m = NULL;
@@ -124,7 +124,7 @@ int mkctl_plan(int argc, char **argv)
                          .smem_limit = smem_kb * 1024};
     const mk_preset *preset = access(path, F_OK) ? mk_preset_find(path) : NULL;
     if (preset && mode == MK_WEIGHTS_AUTO) mode = preset->weights;
-    if ((rc = preset ? mk_preset_model(preset, &m, &err) : mk_model_read(path, &m, &err)) || (m->lm_head_mode = (uint8_t)head_mode, m->kv_cache = !strcmp(cache, "fp8") ? MK_CACHE_FP8 : MK_CACHE_ACT, rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
+    if ((rc = preset ? mk_preset_model(preset, &m, &err) : mk_model_read(path, &m, &err)) || (m->lm_head_mode = (uint8_t)head_mode, m->kv_cache = (uint8_t)kv_cache, rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
         (rc = mk_validate(plan->prog, &val, &err)) || (out && (rc = mk_program_save(plan->prog, out, &err)))) {
         rc = mkctl_failed("plan", &err);
     } else {

@@ -422,7 +422,8 @@ static __global__ void ref_fill(void *p, uint64_t n, int bf16, float scale, uint
             ((float *)p)[i] = v;
     }
 }
-/* n cache rows in FP8 of such values: a thread a value. Codes reach down to e4m3's subnormals; scales of neighbours differ. */
+/* n cache rows in FP8 of such values, scale at most 1.75: a thread a value. Groups are at random whole, a quarter, or coded as e4m3's subnormals alone (under a scale 2^15 as
+ * large): so a wrong scale is seen, and a subnormal that is taken for 0. */
 static __global__ void ref_fill_latents(uint8_t *p, uint64_t n, uint32_t latent, uint32_t rope, float scale, uint64_t seed)
 {
     const uint32_t width = latent + rope, bytes = mk_latent_row_bytes(latent, rope, MK_CACHE_FP8, 2), key = mk_latent_key_at(latent, MK_CACHE_FP8, 2);
@@ -434,9 +435,10 @@ static __global__ void ref_fill_latents(uint8_t *p, uint64_t n, uint32_t latent,
             ((__nv_bfloat16 *)(row + key))[c - latent] = __float2bfloat16_rn(v);
             continue;
         }
-        const float part = (i / width + c / MK_LATENT_GROUP) & 1 ? 0.25f : 1;
-        const uint32_t by = mk_latent_scale(__float_as_uint(scale * part));
-        row[c] = mk_latent_code(c % 7 ? v * part : v * part * 0x1p-9f, by);
+        const uint32_t kind = (uint32_t)(ref_random(seed ^ 1, i / width * 8 + c / MK_LATENT_GROUP) >> 32) % 3;
+        const float part = kind == 1 ? 0.25f : 1;
+        const uint32_t by = mk_latent_scale(__float_as_uint(scale * part)) + (kind == 2 ? 15u << 23 : 0);
+        row[c] = mk_latent_code(v * part, by);
         ((uint32_t *)(row + latent))[c / MK_LATENT_GROUP] = by;
     }
 }

@@ -104,6 +104,8 @@ check "missing shard" refused 3 "model-00002-of-00002.safetensors" --check --mod
 sed -i 's/KimiLinearForCausalLM/NoSuchForCausalLM/; s/kimi_linear/no_such/' "$T/cut/config.json"
 check "unknown architecture" refused 3 "NoSuchForCausalLM" --check --model "$T/cut"
 check "context over the model's limit" refused 5 "4096" --check --model "$MODEL" --context 5000
+check "an FP8 cache for grouped queries" refused 2 "kv-cache fp8: expected latent attention" --check --model tests/oracle/llama --kv-cache fp8
+check "an FP8 cache with activations in f32" refused 2 "kv-cache: expected bf16 with act f32, found fp8" --check --model "$MODEL" --kv-cache fp8 --act f32 --device cpu
 check "does not fit in the memory allowed" refused 5 "" --check --model "$MODEL" --memory 1M
 if [ ! -e /dev/nvidiactl ]; then check "--device gpu without a driver" refused 9 "no NVIDIA driver" --check --model "$MODEL" --device gpu; fi
 check "socket directory without a parent" refused 6 "cannot make the socket directory" --model "$MODEL" --socket-dir "$T/no/dir"

@@ -49,7 +49,7 @@ static void fill_cache(mk_case *c, uint32_t row_bytes, uint32_t values, uint32_t
     }
 }
 
-/* Codes from e4m3's subnormals to its greatest, scales of three sizes, bf16 keys. */
+/* Groups of three sizes, of which one is coded as e4m3's subnormals alone, under a scale 2^15 as large; bf16 keys. */
 static void fill_latents(mk_case *c, const mla_arg *a)
 {
     const uint32_t bytes = mk_latent_row_bytes(a->latent, a->rope, a->cache, 2), key = mk_latent_key_at(a->latent, a->cache, 2);
@@ -59,12 +59,12 @@ static void fill_latents(mk_case *c, const mla_arg *a)
         for (uint32_t t = 0; t <= row->pos; t++) {
             uint8_t *to = c->mem.kv + (uint64_t)c->mem.page[row->slot * c->mem.max_pages + t / MK_PAGE] * c->prog.info.kv_page_bytes + (uint64_t)(t % MK_PAGE) * bytes;
             for (uint32_t g = 0; g < a->latent; g += MK_LATENT_GROUP) {
-                float top = 2.0f / (float)(1u << case_random(&s) % 3), *scale = (float *)(void *)(to + a->latent) + g / MK_LATENT_GROUP;
-                uint32_t bits = mk_latent_scale(mk_f32_bits(top));
+                uint32_t kind = (uint32_t)(case_random(&s) % 3);
+                float top = kind ? 1 : 0.25f, *scale = (float *)(void *)(to + a->latent) + g / MK_LATENT_GROUP;
+                uint32_t bits = mk_latent_scale(mk_f32_bits(top)) + (kind == 2 ? 15u << 23 : 0);
                 *scale = mk_bits_f32(bits);
                 for (uint32_t i = g; i < a->latent && i < g + MK_LATENT_GROUP; i++) {
-                    float x = top * (float)(2 * case_uniform(&s) - 1);
-                    to[i] = mk_latent_code(i % 9 ? x : x / 1024, bits);
+                    to[i] = mk_latent_code(top * (float)(2 * case_uniform(&s) - 1), bits);
                 }
             }
             for (uint32_t i = 0; i < a->rope; i++) ((uint16_t *)(void *)(to + key))[i] = mk_f32_to_bf16(2 * (float)case_uniform(&s) - 1);
