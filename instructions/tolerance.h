@@ -2,7 +2,8 @@
  * The one place for these numbers: mkctl diff, tests/gpu/test_opcodes and the daemon's self-test read them here.
  *
  * A value passes when  |got - want| <= tol * (rms + |want|), rms = root mean square of what `want` has of the same kind (the vector's row, the head's
- * state ...). Values that were rounded to bf16 on their way out may be one bf16 step further apart. Integers (ids, tokens, counters) must be equal.
+ * state ...). Values that were rounded to bf16 on their way out may be one bf16 step further apart, those
+ * of an FP8 cache one e4m3 step. Integers (ids, tokens, counters) must be equal.
  * All machines round to bf16 at the same places (the staged vector is bf16(x * gamma), its 1/rms multiplies the product in f32), so what is left is the order of f32
  * sums: measured on an H200 it is at most 2.4e-6 (profiles/NOTES.md). */
 #ifndef MK_TOLERANCE_H
