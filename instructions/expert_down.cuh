@@ -344,7 +344,8 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_both_load(mk_both<EIGHT
     y->k += 2 * MK_DOWN_WAYS;
     y->w += 2 * MK_DOWN_WAYS * h->kb_bytes;
     if (!y->left) {
-        mk_stage_leave(y->slot.bar + MK_EMPTY, threadIdx.x % 32, mk_words_of(b->w) | (FP8 ? __float_as_uint(b->f[1][1]) : 0), lap->none);
+        const uint32_t scales = FP8 ? __float_as_uint(b->f[0][0]) | __float_as_uint(b->f[0][1]) | __float_as_uint(b->f[1][0]) | __float_as_uint(b->f[1][1]) : 0;
+        mk_stage_leave(y->slot.bar + MK_EMPTY, threadIdx.x % 32, mk_words_of(b->w) | scales, lap->none);
         mk_next_move(&y->slot, lap);
         y->s += MK_GROUPS;
         y->turn += h->per;
