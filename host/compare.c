@@ -217,12 +217,7 @@ void mk_piece_read(const mk_program *p, const mk_piece *pc, const mk_memory *m, 
     }
     case MK_PC_LATENT:
         for (uint32_t i = 0; i < n; i++) {
-            const uint32_t latent = in->mla.latent;
-            float f;
-            uint16_t h;
-            memcpy(&f, at + latent + (i < latent ? i / MK_LATENT_GROUP * 4 : 0), 4);
-            memcpy(&h, at + mk_latent_key_at(latent, MK_CACHE_FP8, 2) + (i < latent ? 0 : i - latent) * 2, 2);
-            f = i < latent ? mk_fp8_finite(at[i]) * f : mk_bf16_to_f32(h);
+            const float f = mk_latent_value(at, in->mla.latent, i);
             bits[i] = mk_bits_of(f);
             v[i] = (double)f;
         }

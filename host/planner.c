@@ -106,8 +106,8 @@ uint32_t mk_pub(mk_builder *b, uint32_t vec)
 
 double mk_row_cost(const mk_part *p)
 {
-    double k = p->mat->k, bytes = 2 * k;
-    if (p->mat->wtype == MK_W_FP8) bytes = k + (p->mat->scale_k ? k / p->mat->scale_k * 4 / MK_SCALE_ROWS : 4);
+    const mk_mat *m = p->mat;
+    double k = m->k, bytes = m->wtype == MK_W_FP8 ? k + k / mk_scale_columns(m->k, m->scale_k) * 4 / mk_scale_rows(m->scale_k) : 2 * k;
     return p->up ? 2 * bytes : bytes;
 }
 

@@ -93,7 +93,7 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
                  a->q.n + a->k.n + a->v.n < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
 
     mk_gqa g = {.heads = (uint16_t)heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)dim, .rope = (uint16_t)a->rope};
-    g.kv_off = (uint64_t)kv_index * b->cfg->kv_pages * mk_gqa_page_values(a->kv_heads, dim) * (b->cfg->act_f32 ? 4u : 2u);
+    g.kv_off = (uint64_t)kv_index * b->cfg->kv_pages * mk_gqa_page_values(a->kv_heads, dim) * mk_act_bytes(b);
     mk_gqa kg = g, qg = g;
     kg.k_off = a->q.n;
     kg.v_off = a->q.n + a->k.n;

@@ -297,18 +297,11 @@ static int fetch_fp8(const view *v, uint64_t row0, uint64_t rows, uint8_t *dst, 
     return MK_OK;
 }
 
-/* Where column block cb ends. */
-static size_t column_end(const mk_mat *mat, uint32_t cb)
-{
-    const size_t end = (cb + (size_t)1) * mat->scale_k;
-    return mat->scale_k && end < mat->k ? end : mat->k;
-}
-
 /* Scales of block row rb, all nkb of them: amax / 448 over the block of the whole matrix, 1 for a block of zeros. Kept in `known`. */
 static int block_row_scales(const view *v, uint32_t rb, uint32_t nkb, _Atomic uint32_t *known)
 {
     const mk_mat *mat = v->mat;
-    size_t k = mat->k;
+    size_t k = mat->k, columns = mk_scale_columns(mat->k, mat->scale_k);
     uint64_t rows = mk_scale_rows(mat->scale_k), i0 = rb * rows, i1 = i0 + rows < mat->n ? i0 + rows : mat->n;
     if (atomic_load_explicit(&known[nkb - 1], memory_order_acquire)) return MK_OK; /* stored last */
     float *top = calloc(k, sizeof *top);
@@ -317,7 +310,7 @@ static int block_row_scales(const view *v, uint32_t rb, uint32_t nkb, _Atomic ui
     for (uint64_t i = i0; !rc && i < i1; i++)
         if (!(rc = row_f32(v, i))) max_abs(v->x, k, top);
     for (uint32_t cb = 0; !rc && cb < nkb; cb++) {
-        size_t j = (size_t)cb * mat->scale_k, end = column_end(mat, cb);
+        size_t j = cb * columns, end = j + columns < k ? j + columns : k;
         float amax = 0;
         for (; j < end; j++) amax = top[j] > amax ? top[j] : amax;
         atomic_store_explicit(&known[cb], mk_f32_bits(mk_fp8_block_scale(amax)), cb + 1 == nkb ? memory_order_release : memory_order_relaxed);
@@ -329,7 +322,7 @@ static int block_row_scales(const view *v, uint32_t rb, uint32_t nkb, _Atomic ui
 static int quantise(const view *v, const mk_checkpoint *ck, uint64_t row0, uint64_t rows, uint8_t *dst, float *scales)
 {
     const mk_mat *mat = v->mat;
-    size_t k = mat->k;
+    size_t k = mat->k, columns = mk_scale_columns(mat->k, mat->scale_k);
     uint32_t in_block = mk_scale_rows(mat->scale_k), nrb = mk_segments(0, mat->n, mat->scale_k), nkb = mk_scale_blocks(mat->k, mat->scale_k);
     uint32_t rb0 = (uint32_t)(row0 / in_block), nseg = (uint32_t)((row0 + rows - 1) / in_block) - rb0 + 1;
     uint64_t key = mat->source | (uint64_t)mat->scale_k << 8 | (uint64_t)v->expert << 16 | (uint64_t)mat->head_off << 32;
@@ -347,7 +340,7 @@ static int quantise(const view *v, const mk_checkpoint *ck, uint64_t row0, uint6
         if (rc) return rc;
         uint32_t seg = (uint32_t)((row0 + i) / in_block) - rb0;
         for (uint32_t cb = 0; cb < nkb; cb++) {
-            size_t j = (size_t)cb * mat->scale_k, end = column_end(mat, cb);
+            size_t j = cb * columns, end = j + columns < k ? j + columns : k;
             encode_fp8(v->x + j, scales[(size_t)cb * nseg + seg], end - j, dst + j);
         }
     }

@@ -419,14 +419,23 @@ MK_BOTH uint32_t mk_start(uint32_t t, uint32_t n, uint32_t parts)
 {
     return (uint32_t)((uint64_t)t * n / parts);
 }
-/* What a scale of FP8 weights covers: rows; column blocks of k columns. */
+/* What a scale of FP8 weights covers: rows; columns of k; K blocks, 1 << of them. And how many column blocks there are. */
 MK_BOTH uint32_t mk_scale_rows(uint32_t scale_k)
 {
     return scale_k ? MK_SCALE_ROWS : 1;
 }
+MK_BOTH uint32_t mk_scale_columns(uint32_t k, uint32_t scale_k)
+{
+    return scale_k ? scale_k : k;
+}
+#define MK_SHIFT_ALL 31u /* all of them: a scale a row */
+MK_BOTH uint32_t mk_scale_shift(uint32_t scale_k)
+{
+    return scale_k == 128 ? 1 : scale_k ? 0 : MK_SHIFT_ALL;
+}
 MK_BOTH uint32_t mk_scale_blocks(uint32_t k, uint32_t scale_k)
 {
-    return scale_k ? (k + scale_k - 1) / scale_k : 1;
+    return (k + mk_scale_columns(k, scale_k) - 1) / mk_scale_columns(k, scale_k);
 }
 /* Scales that rows [phase, phase + rows) have in a column block. */
 MK_BOTH uint32_t mk_segments(uint32_t phase, uint32_t rows, uint32_t scale_k)

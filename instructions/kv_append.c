@@ -37,7 +37,7 @@ static void quantise(uint8_t *dst, const float *x, uint32_t latent)
 void mk_kv_append_twin(mk_ctx *c)
 {
     const mk_mla *m = &c->in->mla;
-    uint32_t latent = m->latent, n = latent + m->rope, bytes = mk_act_f32(c) ? 4 : 2, first = 0;
+    uint32_t latent = m->latent, n = latent + m->rope, bytes = mk_act_f32(c) ? 4 : 2, first = m->cache == MK_CACHE_FP8 ? latent : 0; /* that stays an activation */
     const float *gamma = c->mem->param + m->param_off;
     float *x = c->scratch;
     for (uint32_t r = 0; r < c->step->nrows; r++) {
@@ -46,9 +46,8 @@ void mk_kv_append_twin(mk_ctx *c)
         norm(x, gamma, latent, m->eps);
         if (m->rotary) mk_rotate(x + latent, gamma + latent, m->rope, row->pos);
         uint8_t *dst = mk_kv_row(c, m->kv_off, row->slot, row->pos, mk_latent_row_bytes(latent, m->rope, m->cache, bytes));
-        if (m->cache == MK_CACHE_FP8) {
+        if (first) {
             quantise(dst, x, latent);
-            first = latent;
             dst += mk_latent_key_at(latent, m->cache, bytes);
         }
         if (bytes == 4)

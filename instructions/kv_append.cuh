@@ -82,12 +82,15 @@ MK_CALL void mk_kv_append_run(const mk_insn *in)
     if (dst) { /* every warp of the row has the whole sum */
         const float rstd = mk_latent_rstd(x, latent, m->eps, lane);
         uint32_t *key = dst + mk_latent_key_at(latent, m->cache, 2) / 4;
+        if (m->cache == MK_CACHE_FP8) {
 #pragma unroll 1
-        for (uint32_t g = m->cache == MK_CACHE_FP8 ? k0 : latent; g * MK_LATENT_GROUP < latent; g += warps) mk_latent_put((uint8_t *)dst, x, gamma, latent, rstd, g, lane);
+            for (uint32_t g = k0; g * MK_LATENT_GROUP < latent; g += warps) mk_latent_put((uint8_t *)dst, x, gamma, latent, rstd, g, lane);
+        } else {
 #pragma unroll 1
-        for (uint32_t i = m->cache == MK_CACHE_FP8 ? latent : k0 * 32 + lane; i < latent / 2; i += warps * 32) {
-            const float2 v = ((const float2 *)x)[i];
-            dst[i] = mk_pack_bf16(__fmul_rn(__fmul_rn(v.x, rstd), gamma[2 * i]), __fmul_rn(__fmul_rn(v.y, rstd), gamma[2 * i + 1]));
+            for (uint32_t i = k0 * 32 + lane; i < latent / 2; i += warps * 32) {
+                const float2 v = ((const float2 *)x)[i];
+                dst[i] = mk_pack_bf16(__fmul_rn(__fmul_rn(v.x, rstd), gamma[2 * i]), __fmul_rn(__fmul_rn(v.y, rstd), gamma[2 * i + 1]));
+            }
         }
 #pragma unroll 1
         for (uint32_t i = k0 == warps - 1 ? lane : m->rope / 2; i < m->rope / 2; i += 32) {

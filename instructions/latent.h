@@ -26,6 +26,19 @@ MK_BOTH uint32_t mk_latent_row_bytes(uint32_t latent, uint32_t rope, uint32_t ca
     return mk_latent_key_at(latent, cache, act_bytes) + rope * act_bytes;
 }
 
+/* Value i of a row in FP8: of the latent, then of the key. */
+MK_BOTH float mk_latent_value(const uint8_t *row, uint32_t latent, uint32_t i)
+{
+    float scale;
+    uint16_t h;
+    if (i < latent) {
+        memcpy(&scale, row + latent + i / MK_LATENT_GROUP * 4, 4);
+        return mk_fp8_finite(row[i]) * scale;
+    }
+    memcpy(&h, row + mk_latent_key_at(latent, MK_CACHE_FP8, 2) + (i - latent) * 2, 2);
+    return mk_widen_bf16(h);
+}
+
 /* The scale, as bits, of a group whose greatest magnitude has the bits `top`. 448 is 1.75 * 2^8. */
 MK_BOTH uint32_t mk_latent_scale(uint32_t top)
 {

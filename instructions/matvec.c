@@ -32,7 +32,7 @@ MK_INLINE uint32_t scale_index(const mk_segment *s, uint32_t row)
 MK_INLINE void tile_fp8(const mk_segment *s, const uint8_t *w, const float *scales, uint32_t row, uint32_t tile, const float *const *x,
                      uint32_t n, float *const *y)
 {
-    uint32_t total = s->nseg * s->halves, shift = s->scale_k == 128 ? 1 : s->scale_k ? 0 : 31, index[TILE];
+    uint32_t total = s->nseg * s->halves, shift = mk_scale_shift(s->scale_k), index[TILE];
     size_t stride = (size_t)s->rows * MK_KBLOCK_BYTES, quarter = stride / 4;
     mk_f8 acc[MK_MAX_ROWS][TILE];
     memset(acc, 0, n * sizeof acc[0]);

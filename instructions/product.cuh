@@ -196,7 +196,7 @@ template <bool FP8, bool BY_ROW = false> MK_DEV mk_way mk_way_of(const mk_tile *
     w.row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16;
     w.kb_bytes = rows * MK_KBLOCK_BYTES;
     w.scale_row = (t->halves == 2 ? 8 : 4) * t->nseg;
-    if (FP8 && BY_ROW && t->shift == MK_SHIFT_ROWS) {
+    if (FP8 && BY_ROW && t->shift == MK_SHIFT_ALL) {
 #pragma unroll
         for (uint32_t i = 0; i < 2 * MK_TILES; i++) w.c[i] = 4 * min(row0 + 8 * i + (lane >> 2), rows - 1) - scales;
     } else if (FP8 && t->nseg > 1) {

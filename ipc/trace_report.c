@@ -6,6 +6,11 @@
 
 #define NONE 0xffffu
 
+/* Beside its worker's queue. */
+static int is_aside(const mk_wire_trace_record *x)
+{
+    return (x->rows & MK_WIRE_TRACE_ASIDE) != 0;
+}
 void mk_trace_add(mk_trace_share *s, const mk_wire_trace_record *r)
 {
     uint64_t input = r->input < r->end ? r->input : r->end, left = r->end - input;
@@ -17,14 +22,9 @@ void mk_trace_add(mk_trace_share *s, const mk_wire_trace_record *r)
     s->publish += publish;
     s->compute += left - publish - weights;
     s->bytes += r->bytes;
-    s->aside += r->rows & MK_WIRE_TRACE_ASIDE ? 1 : 0;
+    s->aside += is_aside(r);
 }
 
-/* Beside its worker's queue. */
-static int is_aside(const mk_wire_trace_record *x)
-{
-    return (x->rows & MK_WIRE_TRACE_ASIDE) != 0;
-}
 static const mk_wire_trace_record *record(const mk_client_trace *t, uint32_t k, uint32_t i)
 {
     return &t->record[(size_t)k * t->about.instructions + i];

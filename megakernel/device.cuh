@@ -68,7 +68,7 @@ typedef struct mk_tape_seg {
     uint32_t bytes;    /* of weights */
     uint32_t stage;    /* of weights, of a stage: the last one may have fewer */
     uint16_t nkb, per; /* K blocks; K blocks a stage */
-    uint8_t shift;     /* K blocks a scale row: 1 << shift */
+    uint8_t shift;     /* K blocks a scale row: mk_scale_shift */
     uint8_t lm_head;   /* only in steps that need logits */
     uint8_t pad[6];
 } mk_tape_seg;
@@ -123,8 +123,7 @@ typedef struct mk_draws {
 typedef struct mk_tile {
     uint32_t wtype, rows, nkb, per, nst; /* K blocks, K blocks a stage, stages */
     uint32_t halves, nseg, phase;        /* scale segments: isa.h */
-    uint32_t shift;                      /* K blocks a scale row: 1 << shift. MK_SHIFT_ROWS: all of them, and a scale a row */
-#define MK_SHIFT_ROWS 31u
+    uint32_t shift;                      /* K blocks a scale row: mk_scale_shift */
 } mk_tile;
 /* The vector of wait 0 as an instruction wants it. */
 typedef struct mk_input {

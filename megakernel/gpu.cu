@@ -383,7 +383,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             s->per = (uint16_t)mk_stage_kblocks(&a->ring[MK_TAPE], wtype, rows, s->nkb, planes, 1);
             s->bytes = s->nkb * rows * MK_KBLOCK_BYTES;
             s->stage = s->per * rows * MK_KBLOCK_BYTES;
-            s->shift = scale_k == 128 ? 1 : scale_k ? 0 : MK_SHIFT_ROWS;
+            s->shift = (uint8_t)mk_scale_shift(scale_k);
             s->lm_head = (uint8_t)lm;
             rc = plan_of(g, in, s, &keys, &plan[k], err);
         }

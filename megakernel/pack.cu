@@ -208,8 +208,10 @@ extern "C" int mk_packer_put(mk_packer *p, const mk_pack_piece *piece, uint64_t 
         (e = bring(p, p->raw[b] + scales, piece->scales, scale_bytes)) || (e = cudaEventRecord(p->brought[b], p->copy)) ||
         (e = cudaStreamWaitEvent(p->pack, p->brought[b], 0)))
         return failed(err, e);
-    if (mk_pack_quantises(&q) && q.rows.scale_k) block_scales<<<dim3(nkb, nrb), THREADS, 0, p->pack>>>(q);
-    if (mk_pack_quantises(&q) && !q.rows.scale_k) row_scales<<<1024, THREADS, 0, p->pack>>>(q);
+    if (mk_pack_quantises(&q) && !q.rows.scale_k)
+        row_scales<<<1024, THREADS, 0, p->pack>>>(q);
+    else if (mk_pack_quantises(&q))
+        block_scales<<<dim3(nkb, nrb), THREADS, 0, p->pack>>>(q);
     if (n) segments<<<dim3(n > 64 ? 4 : 64, n < 32768 ? n : 32768), THREADS, 0, p->pack>>>(q, p->seg, first, n, p->puts, p->refused);
     if ((e = cudaGetLastError()) || (e = cudaMemcpyAsync(p->seen, p->refused, sizeof *p->seen, cudaMemcpyDeviceToHost, p->pack)) ||
         (e = cudaEventRecord(p->packed[b], p->pack)))

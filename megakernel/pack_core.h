@@ -157,7 +157,7 @@ MK_BOTH int mk_pack_group(const mk_pack_piece *p, uint64_t i, uint32_t j0, uint3
             out[k / 2] |= h << 16 * (k & 1);
         } else {
             const uint32_t rows = mk_scale_rows(p->rows.scale_k);
-            uint64_t b = (i / rows - p->p0 / rows) * mk_pack_column_blocks(p) + (p->rows.scale_k ? (j0 + k) / p->rows.scale_k : 0);
+            uint64_t b = (i / rows - p->p0 / rows) * mk_pack_column_blocks(p) + (j0 + k) / mk_scale_columns(p->rows.k, p->rows.scale_k);
             if (b != block) scale = p->block[b];
             block = b;
             out[k / 4] |= (uint32_t)(bad ? 0 : mk_to_fp8_finite(x / scale)) << 8 * (k & 3);

@@ -298,9 +298,8 @@ static void appended(test *t)
         const uint16_t *h = (const uint16_t *)fetched(t, at, f->kv_page_bytes);
         if (h && mla && in->mla.cache == MK_CACHE_FP8) { /* half a step of e4m3 is a sixteenth of a value, or 2^-10 of the scale */
             const uint32_t latent = in->mla.latent;
-            const uint8_t *at = (const uint8_t *)h + (uint64_t)(row->pos % MK_PAGE) * mk_latent_row_bytes(latent, in->mla.rope, MK_CACHE_FP8, 2);
-            for (uint32_t i = 0; i < latent; i++) got[i] = mk_fp8_finite(at[i]) * ((const float *)(at + latent))[i / MK_LATENT_GROUP];
-            for (uint32_t i = latent; i < n; i++) got[i] = widen(((const uint16_t *)(at + mk_latent_key_at(latent, MK_CACHE_FP8, 2)))[i - latent]);
+            const uint8_t *token = (const uint8_t *)h + (uint64_t)(row->pos % MK_PAGE) * mk_latent_row_bytes(latent, in->mla.rope, MK_CACHE_FP8, 2);
+            for (uint32_t i = 0; i < n; i++) got[i] = mk_latent_value(token, latent, i);
             compare(t, "cached latent", r, 0, got, want + (uint64_t)r * n, latent, 1.0 / 16, mk_tolerance(in) + 0x1p-12);
             compare(t, "cached key", r, latent, got + latent, want + (uint64_t)r * n + latent, n - latent, BF16_STEP, mk_tolerance(in));
             continue;

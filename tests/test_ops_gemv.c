@@ -30,13 +30,6 @@ static uint32_t scale_columns(const matrix *w)
     return w->scale_k ? (w->k + w->scale_k - 1) / w->scale_k : 1;
 }
 
-static double e4m3(uint32_t b)
-{
-    int e = (int)(b >> 3 & 15), m = (int)(b & 7);
-    double v = e ? ldexp(8 + m, e - 10) : ldexp(m, -9);
-    return b & 128 ? -v : v;
-}
-
 static matrix matrix_new(uint64_t seed, uint32_t rows, uint32_t k, uint32_t wtype, uint32_t scale_k)
 {
     matrix w = {rows, k, wtype, scale_k, need(malloc((size_t)rows * k * 2)), NULL};
@@ -64,7 +57,7 @@ static double weight(const matrix *w, uint32_t row, uint32_t col)
 {
     uint32_t c = w->code[(size_t)row * w->k + col];
     if (w->wtype == MK_W_BF16) return (double)mk_bf16_to_f32((uint16_t)c);
-    return e4m3(c) * (double)w->scale[row / scale_height(w) * scale_columns(w) + (w->scale_k ? col / w->scale_k : 0)];
+    return one_e4m3(c) * (double)w->scale[row / scale_height(w) * scale_columns(w) + (w->scale_k ? col / w->scale_k : 0)];
 }
 
 /* Segment of rows [row0, row0 + n) of m matrices (1, or gate and up) at dst; nseg scale rows each. Returns its bytes. */
@@ -323,7 +316,7 @@ static void test_fp8_codes(void **state)
     one_run(o, 0);
     one_get(o, out, 0, 0, 256, y);
     for (uint32_t i = 0; i < 256; i++)
-        if ((i & 0x7f) != 0x7f) assert_true((double)y[i] == e4m3(i) * (i < 128 ? 1 : 0.5));
+        if ((i & 0x7f) != 0x7f) assert_true((double)y[i] == one_e4m3(i) * (i < 128 ? 1 : 0.5));
     one_free(o);
 }
 

@@ -34,12 +34,6 @@ static void *need(void *p)
 
 /* ---- FP8 cache rows: codes, a scale for every 128 of them in 16 bytes for every four, keys in bf16 ------------------ */
 
-static double e4m3(uint32_t b)
-{
-    int e = (int)(b >> 3 & 15), m = (int)(b & 7);
-    double v = e ? ldexp(8 + m, e - 10) : ldexp(m, -9);
-    return b & 128 ? -v : v;
-}
 static uint32_t row_bytes(const shape *s)
 {
     uint32_t groups = (s->latent + 127) / 128;
@@ -169,7 +163,7 @@ static float cache_value(const rig *g, uint32_t slot, uint32_t pos, uint32_t i)
     uint16_t h;
     if (g->s.fp8 && i < g->s.latent) {
         memcpy(&f, p + g->s.latent + i / 128 * 4, 4);
-        return (float)(e4m3(p[i]) * (double)f);
+        return (float)(one_e4m3(p[i]) * (double)f);
     }
     if (g->s.fp8) p = p + row_bytes(&g->s) - 2 * (g->s.latent + g->s.rope); /* where value 0 would be, had all of them two bytes */
     if (g->s.act_f32) {
@@ -373,9 +367,9 @@ static void test_latent_scale(void **state)
     for (int i = 0; i < 20000; i++) {
         float x = (float)ldexp(one_normal(&s, 1.0), (int)(one_random(&s) % 34) - 30), top = fabsf(x) * (1 + 100 * (float)one_uniform(&s));
         uint32_t scale = mk_latent_scale(mk_f32_bits(top));
-        double by = (double)mk_bits_f32(scale), got = e4m3(mk_latent_code(x, scale)) * by, best = 1e300;
+        double by = (double)mk_bits_f32(scale), got = one_e4m3(mk_latent_code(x, scale)) * by, best = 1e300;
         for (uint32_t b = 0; b < 256; b++)
-            if ((b & 0x7f) != 0x7f) best = fmin(best, fabs(e4m3(b) * by - (double)x));
+            if ((b & 0x7f) != 0x7f) best = fmin(best, fabs(one_e4m3(b) * by - (double)x));
         assert_true((double)top / by <= 448 && (double)top / by > 224);
         assert_true(fabs(got - (double)x) == best);
         assert_true((float)got == mk_round_bf16((float)got)); /* what attention multiplies is exact */

@@ -63,9 +63,7 @@ static void fill_latents(mk_case *c, const mla_arg *a)
                 float top = kind ? 1 : 0.25f, *scale = (float *)(void *)(to + a->latent) + g / MK_LATENT_GROUP;
                 uint32_t bits = mk_latent_scale(mk_f32_bits(top)) + (kind == 2 ? 15u << 23 : 0);
                 *scale = mk_bits_f32(bits);
-                for (uint32_t i = g; i < a->latent && i < g + MK_LATENT_GROUP; i++) {
-                    to[i] = mk_latent_code(top * (float)(2 * case_uniform(&s) - 1), bits);
-                }
+                for (uint32_t i = g; i < a->latent && i < g + MK_LATENT_GROUP; i++) to[i] = mk_latent_code(top * (float)(2 * case_uniform(&s) - 1), bits);
             }
             for (uint32_t i = 0; i < a->rope; i++) ((uint16_t *)(void *)(to + key))[i] = mk_f32_to_bf16(2 * (float)case_uniform(&s) - 1);
         }

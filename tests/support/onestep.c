@@ -323,6 +323,13 @@ float one_normal(uint64_t *seed, double dev)
     return (float)(dev * sqrt(-2.0 * log(1.0 - u)) * cos(6.283185307179586 * v));
 }
 
+double one_e4m3(uint32_t code)
+{
+    int e = (int)(code >> 3 & 15), m = (int)(code & 7);
+    double v = e ? ldexp(8 + m, e - 10) : ldexp(m, -9);
+    return code & 128 ? -v : v;
+}
+
 void one_fill(uint64_t seed, float *v, size_t n, double dev)
 {
     seed = seed * 0x100000001B3ull + 17;

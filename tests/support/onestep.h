@@ -68,6 +68,8 @@ double one_uniform(uint64_t *seed);           /* [0, 1) */
 float one_normal(uint64_t *seed, double dev); /* mean 0 */
 void one_fill(uint64_t seed, float *v, size_t n, double dev);
 
+double one_e4m3(uint32_t code); /* what it stands for, NaNs apart */
+
 /* Fails unless |got - want| <= limit * scale for every value. Returns the worst |got - want| / scale. */
 double one_close(const char *what, const float *got, const double *want, size_t n, double scale, double limit);
 /* Likewise for values that were rounded to bf16 on their way: half a unit of the last place more. */
