@@ -2,7 +2,7 @@
 #ifndef MK_MKCTL_H
 #define MK_MKCTL_H
 
-#include "host/model.h"
+#include "host/err.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -34,10 +34,21 @@ int mkctl_diff(int argc, char **argv);
 enum mkctl_kind {
     MKCTL_SET,  /* no value; *(int *)to = 1 */
     MKCTL_TEXT, /* *(const char **)to */
+    MKCTL_CHOICE, /* *(mkctl_choice *)to */
     MKCTL_U32,  /* *(uint32_t *)to, decimal */
     MKCTL_U64,  /* *(uint64_t *)to, decimal */
     MKCTL_REAL, /* *(double *)to, finite */
 };
+
+/* One of up to four names, in the order of an enum's values from 0 on. */
+typedef struct mkctl_choice {
+    const char *name[4]; /* NULL: no more */
+    uint32_t value;      /* the default, then what was chosen */
+} mkctl_choice;
+
+/* --lm-head and --kv-cache as mkd takes them (host/model.h, instructions/isa.h). */
+#define MKCTL_LM_HEAD  {{[MK_LM_HEAD_AUTO] = "auto", [MK_LM_HEAD_FP8] = "fp8", [MK_LM_HEAD_BF16] = "bf16"}, MK_LM_HEAD_AUTO}
+#define MKCTL_KV_CACHE {{[MK_CACHE_ACT] = "bf16", [MK_CACHE_FP8] = "fp8"}, MK_CACHE_ACT}
 
 typedef struct mkctl_flag {
     const char *name; /* "--max-new" */
@@ -52,9 +63,6 @@ int mkctl_flags(int argc, char **argv, const mkctl_flag *flag, size_t n_flag, co
 
 /* "1,2,3" -> a malloc()ed array. MK_E_USAGE names what is no number. */
 int mkctl_parse_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err);
-
-/* --lm-head and --kv-cache of `command` as mkd takes them. MK_OK, or MK_E_USAGE after a line on stderr. */
-int mkctl_kinds(const char *command, const char *head, const char *cache, enum mk_lm_head_mode *lm_head, enum mk_cache *kv_cache);
 
 /* What `plan` and `validate` both say of a program that was proven (mkctl_validate.c). */
 void mkctl_print_validation(const struct mk_program *p, const struct mk_validation *v);

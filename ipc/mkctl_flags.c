@@ -55,6 +55,7 @@ static void print_default(const mkctl_flag *f)
     case MKCTL_TEXT:
         if (*(const char **)f->to) printf(" [%s]", *(const char **)f->to);
         break;
+    case MKCTL_CHOICE: printf(" [%s]", ((const mkctl_choice *)f->to)->name[((const mkctl_choice *)f->to)->value]); break;
     case MKCTL_U32: printf(" [%u]", *(uint32_t *)f->to); break;
     case MKCTL_U64: printf(" [%llu]", (unsigned long long)*(uint64_t *)f->to); break;
     case MKCTL_REAL: printf(" [%g]", *(double *)f->to); break;
@@ -63,7 +64,7 @@ static void print_default(const mkctl_flag *f)
 
 static void print_help(const char *command, const mkctl_flag *flag, size_t n)
 {
-    static const char *const value[] = {"", " TEXT", " N", " N", " X"};
+    static const char *const value[] = {"", " TEXT", " TEXT", " N", " N", " X"};
     printf("mkctl %s%s%s\n", command, mkctl_running ? mkctl_running->args : "", n ? " [FLAGS]" : "");
     for (size_t i = 0; i < n; i++) {
         int used = printf("  %s%s", flag[i].name, value[flag[i].kind]);
@@ -73,6 +74,21 @@ static void print_help(const char *command, const mkctl_flag *flag, size_t n)
     }
 }
 
+static int choose(const char *command, const char *flag, mkctl_choice *c, const char *value)
+{
+    char known[64] = "";
+    for (uint32_t i = 0; i < 4 && c->name[i]; i++) {
+        if (!strcmp(c->name[i], value)) {
+            c->value = i;
+            return 0;
+        }
+        const int last = i == 3 || !c->name[i + 1];
+        size_t used = strlen(known);
+        snprintf(known + used, sizeof known - used, "%s%s", !i ? "" : last ? " or " : ", ", c->name[i]);
+    }
+    return mkctl_usage("%s: %s: expected %s, found \"%s\"", command, flag, known, value);
+}
+
 static int store(const char *command, const mkctl_flag *f, const char *value)
 {
     uint64_t u = 0;
@@ -80,6 +96,7 @@ static int store(const char *command, const mkctl_flag *f, const char *value)
     switch (f->kind) {
     case MKCTL_SET: *(int *)f->to = 1; return 0;
     case MKCTL_TEXT: *(const char **)f->to = value; return 0;
+    case MKCTL_CHOICE: return choose(command, f->name, f->to, value);
     case MKCTL_U32:
     case MKCTL_U64:
         if (!number(value, f->kind == MKCTL_U32 ? UINT32_MAX : UINT64_MAX, &u))
@@ -132,15 +149,6 @@ int mkctl_flags(int argc, char **argv, const mkctl_flag *flag, size_t n_flag, co
     }
     if (n) *n = count;
     return 0;
-}
-
-int mkctl_kinds(const char *command, const char *head, const char *cache, enum mk_lm_head_mode *lm_head, enum mk_cache *kv_cache)
-{
-    *lm_head = !strcmp(head, "fp8") ? MK_LM_HEAD_FP8 : !strcmp(head, "bf16") ? MK_LM_HEAD_BF16 : MK_LM_HEAD_AUTO;
-    *kv_cache = !strcmp(cache, "fp8") ? MK_CACHE_FP8 : MK_CACHE_ACT;
-    if (*lm_head == MK_LM_HEAD_AUTO && strcmp(head, "auto")) return mkctl_usage("%s: --lm-head: expected auto, fp8 or bf16, found \"%s\"", command, head);
-    if (*kv_cache == MK_CACHE_ACT && strcmp(cache, "bf16")) return mkctl_usage("%s: --kv-cache: expected bf16 or fp8, found \"%s\"", command, cache);
-    return MK_OK;
 }
 
 int mkctl_parse_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err)

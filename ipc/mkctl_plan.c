@@ -89,13 +89,15 @@ int mkctl_plan(int argc, char **argv)
 {
     uint32_t workers = 8, context = 2048, smem_kb = 0;
     double gb = 130;
-    const char *path = NULL, *weights = "auto", *head = "auto", *cache = "bf16", *out = NULL;
+    const char *path = NULL, *out = NULL;
+    mkctl_choice weights = {{[MK_WEIGHTS_AUTO] = "auto", [MK_WEIGHTS_FP8] = "fp8", [MK_WEIGHTS_BF16] = "bf16"}, MK_WEIGHTS_AUTO};
+    mkctl_choice head = MKCTL_LM_HEAD, cache = MKCTL_KV_CACHE;
     const mkctl_flag flags[] = {
         {"--workers", MKCTL_U32, &workers, "workers (SMs) to plan for"},
         {"--context", MKCTL_U32, &context, "tokens a stream holds, for the bytes of a token"},
-        {"--weights", MKCTL_TEXT, &weights, "auto, fp8 or bf16"},
-        {"--lm-head", MKCTL_TEXT, &head, "auto, fp8 or bf16"},
-        {"--kv-cache", MKCTL_TEXT, &cache, "of latent attention: bf16 or fp8"},
+        {"--weights", MKCTL_CHOICE, &weights, "auto, fp8 or bf16"},
+        {"--lm-head", MKCTL_CHOICE, &head, "auto, fp8 or bf16"},
+        {"--kv-cache", MKCTL_CHOICE, &cache, "of latent attention: bf16 or fp8"},
         {"--memory-gb", MKCTL_REAL, &gb, "memory to fill with streams"},
         {"--smem-kb", MKCTL_U32, &smem_kb, "shared memory of a worker (227 on Hopper); 0: no limit, twin only"},
         {"--out", MKCTL_TEXT, &out, "write the program to this file"},
@@ -105,16 +107,7 @@ int mkctl_plan(int argc, char **argv)
     if (rc) return rc < 0 ? MK_OK : rc;
     if (!n) return mkctl_usage("plan: name a checkpoint directory, a config.json or a preset");
     if (!context) return mkctl_usage("plan: --context: expected at least 1");
-    enum mk_weights_mode mode = MK_WEIGHTS_AUTO;
-    if (!strcmp(weights, "fp8"))
-        mode = MK_WEIGHTS_FP8;
-    else if (!strcmp(weights, "bf16"))
-        mode = MK_WEIGHTS_BF16;
-    else if (strcmp(weights, "auto"))
-        return mkctl_usage("plan: --weights: expected auto, fp8 or bf16, found \"%s\"", weights);
-    enum mk_lm_head_mode head_mode;
-    enum mk_cache kv_cache;
-    if ((rc = mkctl_kinds("plan", head, cache, &head_mode, &kv_cache))) return rc;
+    enum mk_weights_mode mode = (enum mk_weights_mode)weights.value;
 
     mk_err err = {0};
     mk_model *m = NULL;
@@ -124,7 +117,7 @@ int mkctl_plan(int argc, char **argv)
                          .smem_limit = smem_kb * 1024};
     const mk_preset *preset = access(path, F_OK) ? mk_preset_find(path) : NULL;
     if (preset && mode == MK_WEIGHTS_AUTO) mode = preset->weights;
-    if ((rc = preset ? mk_preset_model(preset, &m, &err) : mk_model_read(path, &m, &err)) || (m->lm_head_mode = (uint8_t)head_mode, m->kv_cache = (uint8_t)kv_cache, rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
+    if ((rc = preset ? mk_preset_model(preset, &m, &err) : mk_model_read(path, &m, &err)) || (m->lm_head_mode = (uint8_t)head.value, m->kv_cache = (uint8_t)cache.value, rc = mk_model_resolve(m, NULL, mode, &err)) || (rc = mk_plan_make(m, &pc, &plan, &err)) ||
         (rc = mk_validate(plan->prog, &val, &err)) || (out && (rc = mk_program_save(plan->prog, out, &err)))) {
         rc = mkctl_failed("plan", &err);
     } else {
