@@ -443,12 +443,9 @@ static void one_piece(void *arg, const mk_piece *pc)
         if (want == got) continue;
         int exact = (pc->kind == MK_PC_STATS && i == 1) || (pc->kind == MK_PC_SAMPLED && i == 0) || (pc->kind == MK_PC_ROUTES && (i < pc->n || i == 2 * pc->n));
         if ((pc->kind == MK_PC_PARTIAL && i == pc->n) || pc->kind == MK_PC_SAMPLED || pc->kind == MK_PC_ROUTES) scale = 1;
-        if (pc->kind == MK_PC_LATENT && i < in->mla.latent)
-            d = fmax(0, d - fp8_step(want, rms));
-        else if (bf16 && i < pc->n)
-            d = fmax(0, d - bf16_step(want));
-        double error = exact ? 1 : d / (scale + fabs(want) + 1e-30), limit = exact ? 0 : tol;
-        if (isnan(d) || isinf(d)) error = INFINITY;
+        const double step = pc->kind == MK_PC_LATENT && i < in->mla.latent ? fp8_step(want, rms) : bf16 && i < pc->n ? bf16_step(want) : 0;
+        double error = exact ? 1 : fmax(0, d - step) / (scale + fabs(want) + 1e-30), limit = exact ? 0 : tol;
+        if (isnan(d) || isinf(d)) error = INFINITY; /* not after fmax, which takes NaN for 0 */
         if (error > j->c->worst[op]) j->c->worst[op] = error;
         if (!(error <= limit)) diverged(j, pc, i, want, got, scale, error, limit);
     }

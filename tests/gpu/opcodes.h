@@ -16,11 +16,12 @@ typedef struct case_spec {
 /* The spec after s; NULL: the first; NULL after the last. */
 const case_spec *case_next(const case_spec *s);
 
-/* A negative control: the twin runs the case's opcode with instructions made wrong; NULL: the GPU's result gets a stray write. */
+/* A negative control: the twin runs the case's opcode with instructions made wrong, or the GPU's result is spoiled. */
 typedef struct case_wrong {
     const char *name;
     const case_spec *of;
-    void (*make_wrong)(mk_insn *in);
+    void (*make_wrong)(mk_insn *in); /* NULL: spoil */
+    void (*spoil)(mk_case *c);
 } case_wrong;
 extern const case_wrong case_wrongs[];
 extern const uint32_t n_case_wrongs;

@@ -109,19 +109,35 @@ static void no_rotation(mk_insn *in) { in->mla.rotary = 0; }
 static void softmax_scale(mk_insn *in) { in->mla.scale *= 1.01f; }
 static void combine_head(mk_insn *in) { in->mla.head0 ^= 1; }
 
+/* The half of the first vector that the case does not use. */
+static void stray_write(mk_case *c)
+{
+    const mk_vec *v = &c->prog.vec[0];
+    c->gpu.exchange[mk_packet_offset(v, !mk_half(v, c->step.seq, c->pub[0]), 0, 0)] ^= 1;
+}
+/* The first value that the first instruction publishes, in bf16. */
+static void no_number(mk_case *c)
+{
+    const mk_insn *in = c->in[0];
+    const mk_vec *v = &c->prog.vec[in->signal_vec];
+    const uint16_t nan = 0x7fc0;
+    memcpy(c->gpu.exchange + mk_packet_offset(v, mk_half(v, c->step.seq, in->signal_pub), 0, in->signal_slice), &nan, 2);
+}
+
 const case_wrong case_wrongs[] = {
-    {"scale segment shifted by 4 rows", &matrix_cases[1], shift_scales},
-    {"input off by one value", &matrix_cases[19], input_off_by_one},
-    {"2 % too much", &matrix_cases[2], forget_residual_scale},
-    {"another epsilon", &matrix_cases[36], head_eps},
-    {"bias dropped", &expert_cases[1], drop_bias},
-    {"expert memory off by 128 bytes", &expert_cases[12], up_other_slice},
-    {"scale segment shifted by 3 rows", &expert_cases[20], down_phase},
-    {"keys off by one channel", &state_cases[0], delta_keys},
-    {"beta of the next head", &state_cases[0], delta_gate},
-    {"keys not rotated", &attention_cases[0], no_rotation},
-    {"softmax scale off by 1 %", &attention_cases[3], softmax_scale},
-    {"another head's partials", &attention_cases[8], combine_head},
-    {"a stray write into the exchange", &matrix_cases[0], NULL},
+    {"scale segment shifted by 4 rows", &matrix_cases[1], shift_scales, NULL},
+    {"input off by one value", &matrix_cases[19], input_off_by_one, NULL},
+    {"2 % too much", &matrix_cases[2], forget_residual_scale, NULL},
+    {"another epsilon", &matrix_cases[36], head_eps, NULL},
+    {"bias dropped", &expert_cases[1], drop_bias, NULL},
+    {"expert memory off by 128 bytes", &expert_cases[12], up_other_slice, NULL},
+    {"scale segment shifted by 3 rows", &expert_cases[20], down_phase, NULL},
+    {"keys off by one channel", &state_cases[0], delta_keys, NULL},
+    {"beta of the next head", &state_cases[0], delta_gate, NULL},
+    {"keys not rotated", &attention_cases[0], no_rotation, NULL},
+    {"softmax scale off by 1 %", &attention_cases[3], softmax_scale, NULL},
+    {"another head's partials", &attention_cases[8], combine_head, NULL},
+    {"a stray write into the exchange", &matrix_cases[0], NULL, stray_write},
+    {"a bf16 that is no number", &matrix_cases[0], NULL, no_number},
 };
 const uint32_t n_case_wrongs = sizeof case_wrongs / sizeof *case_wrongs;
