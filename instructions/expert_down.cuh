@@ -158,7 +158,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
                 if (FP8) {
                     mk_fp8_tiles<NT> b;
                     mk_fp8_load<NT>(&b, w, rows, scales + (k >> 1) * scale_row, c);
-                    if (k + ways >= end) mk_stage_leave(slot->bar + MK_EMPTY, lane, mk_words_of(b.w) | __float_as_uint(b.f[2 * NT - 1]), lap.none);
+                    if (k + ways >= end) mk_stage_leave(slot->bar + MK_EMPTY, lane, mk_words_of(b.w) | mk_words_of(b.f), lap.none);
 #pragma unroll
                     for (uint32_t i = 0; i < NT; i++) mk_tile_product_fp8(part[i], b.w[i], v0, v1);
 #pragma unroll
@@ -344,8 +344,7 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_both_load(mk_both<EIGHT
     y->k += 2 * MK_DOWN_WAYS;
     y->w += 2 * MK_DOWN_WAYS * h->kb_bytes;
     if (!y->left) {
-        const uint32_t scales = FP8 ? __float_as_uint(b->f[0][0]) | __float_as_uint(b->f[0][1]) | __float_as_uint(b->f[1][0]) | __float_as_uint(b->f[1][1]) : 0;
-        mk_stage_leave(y->slot.bar + MK_EMPTY, threadIdx.x % 32, mk_words_of(b->w) | scales, lap->none);
+        mk_stage_leave(y->slot.bar + MK_EMPTY, threadIdx.x % 32, mk_words_of(b->w) | (FP8 ? mk_words_of(b->f[0]) | mk_words_of(b->f[1]) : 0), lap->none);
         mk_next_move(&y->slot, lap);
         y->s += MK_GROUPS;
         y->turn += h->per;

@@ -134,12 +134,19 @@ template <uint32_t NT> MK_DEV void mk_fp8_load(mk_fp8_tiles<NT> *t, uint32_t w, 
 #pragma unroll
     for (uint32_t i = 0; i < 2 * NT; i++) asm volatile("" : "+f"(t->f[i]));
 }
-/* A word of each load of some tiles' weights. */
+/* A word of each load of some tiles' weights; of scales. */
 template <uint32_t N> MK_DEV uint32_t mk_words_of(const uint32_t (&w)[N][8])
 {
     uint32_t all = 0;
 #pragma unroll
     for (uint32_t j = 0; j < N; j++) all |= w[j][3] | w[j][7];
+    return all;
+}
+template <uint32_t N> MK_DEV uint32_t mk_words_of(const float (&f)[N])
+{
+    uint32_t all = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++) all |= __float_as_uint(f[i]);
     return all;
 }
 /* The warp has all that it takes of a stage. `last`: a word of what it loaded last, or of several such: loads of a warp arrive in order, but an arrival may overtake them if it does not
