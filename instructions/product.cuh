@@ -7,6 +7,7 @@
 
 #define MK_TILES 4u /* of 16 rows: of a warp */
 static_assert(MK_GROUPS * MK_GROUP_WARPS == MK_WARPS && MK_GROUPS == 2 && MK_STATIC_STAGES % MK_GROUPS == 0 && MK_EXPERT_STAGES % MK_GROUPS == 0, "a slot has one group");
+static_assert(16 * MK_TILES == MK_SIDE_ROWS, "a warp's tiles");
 
 /* Results of a warp's tiles, m16n8's fragment: rows lane / 4 (x, y) and that + 8 (z, w), batch rows 2 * (lane % 4) (x, z) and the next (y, w). */
 typedef struct mk_accs {
@@ -223,11 +224,6 @@ MK_DEV void mk_way_keep(mk_way *w)
     for (uint32_t i = 0; i < 2 * MK_TILES; i++) mk_keep(&w->c[i]);
 }
 
-/* K blocks that a warp multiplies at once, of one row: a tile's products wait for each other, and with few tiles there is nothing else to do. */
-MK_DEV constexpr uint32_t mk_blocks_at_once(uint32_t form, uint32_t tiles, bool one)
-{
-    return !one || tiles > 2 || form == MK_X_F32 ? 1 : tiles == 1 && form == MK_X_BF16 ? 4 : 2;
-}
 /* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what
  * stands at shared address x, which says where in the staging area and so where its factors are. cols: staged rows, `stride` bytes apart; planes follow at cols * stride.
  * ONE: cols is 1.
@@ -238,7 +234,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     constexpr uint32_t VALUES = FP8 ? 128 : 64, X = FORM == MK_X_F32 ? MK_PLANES_F32 : 1; /* bytes of a staged K block; planes */
-    constexpr uint32_t U = mk_blocks_at_once(FORM, NT, ONE);
+    constexpr uint32_t U = mk_blocks_at_once(FORM, NT);
     mk_shared *sh = mk_sh();
     const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, shift = t->shift, kb_bytes = y->kb_bytes, ways = y->ways, lane = threadIdx.x % 32, last_kb = min(s1 * per, nkb);
     const uint32_t column = x - s0 * per * VALUES + (ONE ? 0 : mk_ldx_column<FP8>(lane, cols)) * stride + mk_ldx_at<FP8>(lane), plane = cols * stride;

@@ -395,19 +395,48 @@ MK_BOTH uint32_t mk_small_quot(uint32_t a, uint32_t b)
     return a / b;
 #endif
 }
-/* r: the ring. nkb: K blocks of the segment. spread: over a multiple of as many stages as there are groups of warps, so that each has its share. */
-MK_BOTH uint32_t mk_stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, int spread)
-{
-    const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
-    uint32_t stages = mk_small_quot(nkb + fit - 1, fit);
-    if (spread) stages = (stages + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
-    return mk_small_quot(nkb + stages - 1, stages);
-}
 /* Forms of a staged vector: matvec.cuh. */
 enum { MK_X_BF16 = 1, MK_X_F16 = 2, MK_X_F32 = 3 };
 MK_BOTH uint32_t mk_form(uint32_t wtype, int f32)
 {
     return wtype == MK_W_FP8 ? MK_X_F16 : f32 ? MK_X_F32 : MK_X_BF16;
+}
+#define MK_SIDE_ROWS 64u /* matrix rows that a warp has tiles for; of more, half of a group's warps have those behind */
+/* K blocks that a warp multiplies at once: a tile's products wait for each other, and with few tiles there is nothing else to do. tiles: of a warp. */
+MK_BOTH constexpr uint32_t mk_blocks_at_once(uint32_t form, uint32_t tiles)
+{
+    return tiles > 2 || form == MK_X_F32 ? 1 : tiles == 1 && form == MK_X_BF16 ? 4 : 2;
+}
+/* What the busiest warp has to do, in thirds of a product, where `per` K blocks are a stage, whose group's warps take them `ways` ways in turn, each `most` at once; a stage's barrier is one third. */
+MK_BOTH uint32_t mk_stage_work(uint32_t nkb, uint32_t per, uint32_t ways, uint32_t most)
+{
+    uint32_t busiest = 0;
+    for (uint32_t group = 0; group < MK_GROUPS; group++)
+        for (uint32_t way = 0; way < ways; way++) {
+            uint32_t work = 0;
+            for (uint32_t kb = group * per, turn = group ? per : 0; kb < nkb; kb += MK_GROUPS * per, turn += per) {
+                const uint32_t n = nkb - kb < per ? nkb - kb : per, first = (way - turn) & (ways - 1), own = first < n ? (n - first + ways - 1) / ways : 0;
+                work += 3 * ((own + most - 1) / most) + 1;
+            }
+            if (work > busiest) busiest = work;
+        }
+    return busiest;
+}
+/* K blocks of a stage. r: the ring. nkb: of the segment. spread: over a multiple of as many stages as there are groups of warps, so that each has its share, and where the vector has one plane
+ * as many as the warps are done with soonest. */
+MK_BOTH uint32_t mk_stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, int spread)
+{
+    const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
+    uint32_t stages = mk_small_quot(nkb + fit - 1, fit);
+    if (spread) stages = (stages + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
+    if (!spread || planes > 1) return mk_small_quot(nkb + stages - 1, stages);
+    const uint32_t ways = rows > MK_SIDE_ROWS ? 2 : 4, at_once = mk_blocks_at_once(mk_form(wtype, 0), (rows < MK_SIDE_ROWS ? rows + 15 : MK_SIDE_ROWS) / 16);
+    uint32_t best = 0, least = 0xffffffffu;
+    for (const uint32_t last = 2 * stages; stages <= last; stages += MK_GROUPS) {
+        const uint32_t per = mk_small_quot(nkb + stages - 1, stages), work = mk_stage_work(nkb, per, ways, at_once);
+        if (work < least) least = work, best = per;
+    }
+    return best;
 }
 /* Softmax keeps the order, and its sum goes when the weights are normalised: then logits choose, and a weight is exp(logit - greatest) before it is normalised. */
 MK_BOTH bool mk_route_plain(const mk_route *t)
