@@ -225,7 +225,7 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
         j = next;
     }
     mk_ring_pass(d, MK_EXPERT, &slot);
-    mk_parts_put(d, d->sh->red, n, at0, nrows, &acc);
+    mk_parts_put(d, d->sh->red, n, at0, (1u << nrows) - 1, &acc);
     mk_sync();
     mk_trace_publish(d);
 #pragma unroll 1

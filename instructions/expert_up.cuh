@@ -37,16 +37,17 @@ MK_DEV mk_tile mk_up_tile(const mk_plan *p, const mk_up_slice *s)
     return t;
 }
 
-/* Slices are dealt round: the worker's k-th is slice number worker + k * workers of the union's n_union * T. */
+/* Slices are dealt round: the worker's k-th is slice number worker + k * workers of the union's n_union * T. Partial sums are kept of the rows that have chosen the expert. */
 template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
+    const mk_pairs *pairs = &d->sh->pairs;
     const mk_vec *out = &d->sh->vec[in->signal_vec];
-    const uint32_t nrows = d->step->nrows, inter = in->expert.inter, workers = d->a->workers, size = MK_PARTS(nrows), slots = mk_small_quot(MK_RED_FLOATS, size);
+    const uint32_t nrows = d->step->nrows, inter = in->expert.inter, workers = d->a->workers;
     const mk_divisor by_T = {f->plan.magic, in->expert.T};
-    const uint32_t all = routes->n_union * by_T.n, units = mk_units(f->plan.tile.rows / 2), every = nrows * units, x = mk_smem(d->sh->staging);
+    const uint32_t all = routes->n_union * by_T.n, units = mk_units(f->plan.tile.rows / 2), x = mk_smem(d->sh->staging);
     mk_stage_input(in, true, 0, f->plan.x.k);
     mk_sync(); /* nobody reads the reduction area any more */
     mk_trace_input(d);
@@ -55,31 +56,41 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
 #pragma unroll 1
     for (uint32_t next = d->worker; next < all;) {
         const uint32_t first = next;
-        uint32_t n = 0;
+        uint32_t cols = 0;
 #pragma unroll 1
-        for (; n < slots && next < all; n++, next += workers) {
+        for (; next < all; next += workers) {
             const mk_up_slice s = mk_up_at(next, inter, by_T);
+            const uint32_t p0 = pairs->first[s.j], p1 = pairs->first[s.j + 1];
+            if ((cols + p1 - p0) * MK_PARTS(1) > MK_RED_FLOATS) break;
+            uint32_t mask = 0;
+            for (uint32_t p = p0; p < p1; p++) mask |= 1u << pairs->row[p];
             const mk_tile t = mk_up_tile(&f->plan, &s);
             const uint32_t at = ring.at;
             const mk_accs acc = mk_product<FORM>(MK_EXPERT, &ring, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), nrows, MK_NO_NORM, mk_no_sum());
-            mk_parts_put(d, d->sh->red + n * size, t.rows, at, nrows, &acc);
+            mk_parts_put(d, d->sh->red + cols * MK_PARTS(1), t.rows, at, mask, &acc);
             mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
+            cols += p1 - p0;
         }
         mk_sync();
         mk_trace_publish(d);
         /* a warp a unit of a slice and row */
+        uint32_t u = d->warp;
 #pragma unroll 1
-        for (uint32_t u = d->warp; u < n * every; u += MK_WARPS) {
-            uint32_t slot = 0, r = 0, group = u;
-            for (; group >= every; group -= every) slot++;
-            for (; group >= units; group -= units) r++;
-            const mk_up_slice s = mk_up_at(first + slot * workers, inter, by_T);
-            const uint32_t i = group * MK_UNIT + d->lane, rank = routes->rank[r][s.j];
-            if (rank == 255 || group * MK_UNIT >= s.rows) continue;
-            const float norm = mk_row_factor(d, &f->plan, r), *red = d->sh->red + slot * size;
-            float y = 0;
-            if (i < s.rows && d->lane < MK_UNIT) y = mk_silu(mk_parts_sum(red, 2 * s.rows, i, r, nrows) * norm) * (mk_parts_sum(red, 2 * s.rows, s.rows + i, r, nrows) * norm);
-            mk_publish_unit(out, f->place.out + (r * out->nslice + rank * by_T.n + s.t) * out->slice_packets, s.rows, group, y, f->place.out_epoch, d->lane);
+        for (uint32_t slice = first, before = 0; before < cols; slice += workers) {
+            const mk_up_slice s = mk_up_at(slice, inter, by_T);
+            const uint32_t p0 = pairs->first[s.j], n = pairs->first[s.j + 1] - p0;
+            const float *red = d->sh->red + before * MK_PARTS(1);
+#pragma unroll 1
+            for (; u < n * units; u += MK_WARPS) {
+                const uint32_t c = mk_small_quot(u, units), group = u - c * units, r = pairs->row[p0 + c], i = group * MK_UNIT + d->lane;
+                if (group * MK_UNIT >= s.rows) continue;
+                const float norm = mk_row_factor(d, &f->plan, r);
+                float y = 0;
+                if (i < s.rows && d->lane < MK_UNIT) y = mk_silu(mk_parts_sum(red, 2 * s.rows, i, c, n) * norm) * (mk_parts_sum(red, 2 * s.rows, s.rows + i, c, n) * norm);
+                mk_publish_unit(out, f->place.out + (r * out->nslice + pairs->rank[p0 + c] * by_T.n + s.t) * out->slice_packets, s.rows, group, y, f->place.out_epoch, d->lane);
+            }
+            u -= n * units;
+            before += n;
         }
         mk_sync();
     }

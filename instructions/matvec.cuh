@@ -694,21 +694,22 @@ MK_DEV uint32_t mk_parts_log(uint32_t n)
 {
     return n > 16 * MK_TILES ? 7 : 6;
 }
-/* This warp's part; at: of the first stage. */
-MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, uint32_t cols, const mk_accs *acc)
+/* This warp's part; at: of the first stage. mask: the columns that somebody asks for, which lie there one after the other, mk_columns (mask) of them. */
+MK_DEV uint32_t mk_columns(uint32_t mask)
+{
+    return (uint32_t)__popc(mask);
+}
+MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, uint32_t mask, const mk_accs *acc)
 {
     const uint32_t c = 2 * (d->lane & 3), log = mk_parts_log(n), group = (d->warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = d->warp % MK_GROUP_WARPS;
     const uint32_t partial = log == 7 ? group * 2 + (member & 1) : group * 4 + member, row0 = log == 7 ? (member >> 1) * 16 * MK_TILES : 0;
-    if (c >= cols) return;
-    float *r = red + ((partial * cols + c) << log) + row0 + (d->lane >> 2);
-    const bool both = c + 1 < cols;
+    const bool first = mask >> c & 1, second = mask >> c & 2;
+    float *r = red + ((partial * mk_columns(mask) + mk_columns(mask & (1u << c) - 1)) << log) + row0 + (d->lane >> 2), *s = r + (first ? 1u << log : 0);
 #pragma unroll
-    for (uint32_t j = 0; j < MK_TILES; j++, r += 16) {
+    for (uint32_t j = 0; j < MK_TILES; j++, r += 16, s += 16) {
         if (row0 + 16 * j >= n) break;
-        r[0] = acc->tile[j].x;
-        r[8] = acc->tile[j].z;
-        if (both) r[1u << log] = acc->tile[j].y;
-        if (both) r[(1u << log) + 8] = acc->tile[j].w;
+        if (first) r[0] = acc->tile[j].x, r[8] = acc->tile[j].z;
+        if (second) s[0] = acc->tile[j].y, s[8] = acc->tile[j].w;
     }
 }
 /* Where this warp's part of one column begins, and where row i's sums do, as shared addresses: `red` is that of the area. */
