@@ -134,7 +134,7 @@ MK_CALL void other(const mk_insn *in, uint32_t what)
     case MK_OP_EMBED: call_mk_embed_run(in); break;
     case MK_OP_GEMV:
         if (mk_fed_of(in)->plan.one == MK_ONE_ROUTER)
-            for (uint32_t r = 0; r < mk_sh()->step.nrows; r++) mk_router(under_way(), r);
+            mk_router<MK_ROUTER_AT_ONCE>(under_way());
         else
             matrix_run(true);
         break;
@@ -182,7 +182,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_ONE_DELTA: mk_delta_one<0>(in); break;
         case MK_ONE_DELTA + 1: mk_delta_one<MK_W_BF16>(in); break;
         case MK_ONE_DELTA + 2: mk_delta_one<MK_W_FP8>(in); break;
-        case MK_ONE_ROUTER: mk_router(in, 0); break;
+        case MK_ONE_ROUTER: mk_router<1>(in); break;
         case MK_ONE_ROUTE: call_mk_route_one_run(in); break;
         case MK_ONE_ROUTE + 1: call_mk_route_pair_run(in); break;
         case MK_ONE_GQA: mk_gqa_run<true>(in); break;
