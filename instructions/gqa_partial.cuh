@@ -86,10 +86,11 @@ MK_DEV void mk_mma_half(float *c, uint32_t a0, uint32_t a1, uint32_t b)
         : "r"(a0), "r"(a1), "r"(b));
 }
 
-/* The first pages stand in registers, the queries in shared memory. fresh: token of the split from which on mk_gqa_fresh holds key and value. Leaves the warps' sums of the
- * first MK_GQA_CHUNK channels in shared memory, and their statistics; *acc has the others. */
-template <uint32_t NB>
-MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split *x, uint32_t ids, uint32_t fresh, uint32_t heads, float scale, uint32_t warp, uint32_t lane,
+/* The first pages stand in registers, the queries in shared memory. fresh: token of the split from which on mk_gqa_fresh holds key and value. ONE: of one row; else the lane's
+ * head sees the first `sees` tokens of the split, perhaps none of a warp's. Leaves the warps' sums of the first MK_GQA_CHUNK channels in shared memory, and their statistics;
+ * *acc has the others. */
+template <uint32_t NB, bool ONE>
+MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split *x, uint32_t ids, uint32_t fresh, uint32_t heads, uint32_t sees, float scale, uint32_t warp, uint32_t lane,
                           float (*acc)[2][4])
 {
     constexpr uint32_t T = 8 / NB;
@@ -132,18 +133,20 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
 #pragma unroll
             for (uint32_t k = 0; k < T; k++) {
                 const uint32_t t = first + k * MK_PAGE + 2 * l;
-                c[k][0] = t < x->n ? __fmul_rn(__fadd_rn(c[k][0], c[k][2]), scale) : -INFINITY;
-                c[k][1] = t + 1 < x->n ? __fmul_rn(__fadd_rn(c[k][1], c[k][3]), scale) : -INFINITY;
+                const uint32_t end = ONE ? x->n : sees;
+                c[k][0] = t < end ? __fmul_rn(__fadd_rn(c[k][0], c[k][2]), scale) : -INFINITY;
+                c[k][1] = t + 1 < end ? __fmul_rn(__fadd_rn(c[k][1], c[k][3]), scale) : -INFINITY;
                 top = fmaxf(top, fmaxf(c[k][0], c[k][1]));
             }
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-            const float shrink = mk_exp2(__fmul_rn(before - top, MK_LOG2E));
+            const float most = ONE || top > -INFINITY ? top : 0; /* p of a head that has seen nothing yet is 0 */
+            const float shrink = mk_exp2(__fmul_rn(before - most, MK_LOG2E));
             uint32_t p[T];
             sum = __fmul_rn(sum, shrink);
 #pragma unroll
             for (uint32_t k = 0; k < T; k++) {
-                p[k] = mk_pack_bf16(mk_exp2(__fmul_rn(c[k][0] - top, MK_LOG2E)), mk_exp2(__fmul_rn(c[k][1] - top, MK_LOG2E)));
+                p[k] = mk_pack_bf16(mk_exp2(__fmul_rn(c[k][0] - most, MK_LOG2E)), mk_exp2(__fmul_rn(c[k][1] - most, MK_LOG2E)));
                 sum = __fadd_rn(sum, __fadd_rn(mk_bf16_value(p[k] & 0xffffu), __uint_as_float(p[k] & 0xffff0000u)));
             }
             if (page) {
@@ -205,8 +208,9 @@ typedef struct mk_gqa_out {
     uint32_t values, lanes, sp, epoch; /* of a slice: values, their binary logarithm if slices lie in lanes of a warp, else 0; packets */
 } mk_gqa_out;
 /* The warps' sums, ascending: into the partials, or, with `out`, divided by sum p, into shared memory and from there on; into packets at once where lanes have all of a slice.
- * dst: of the first head. */
-template <uint32_t NB> MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc)[2][4], uint32_t dim, uint32_t heads, float *dst, float *out, const mk_gqa_out *o, uint32_t tid)
+ * dst: of the first head; of several rows, each with `group` heads, a row's lie MK_MAX_SPLITS * all heads of partials after the one's before. */
+template <uint32_t NB, bool ONE>
+MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc)[2][4], uint32_t dim, uint32_t heads, float *dst, uint32_t group, uint32_t row_floats, float *out, const mk_gqa_out *o, uint32_t tid)
 {
     const mk_gqa_stats *s = mk_gqa_stats_at(sh);
     float *area = mk_gqa_scratch(sh, dim);
@@ -242,8 +246,10 @@ template <uint32_t NB> MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc
                     out[h * dim + c] = z;
                 }
             }
-            __stcg(dst + h * mk_partial_floats(dim) + c, y);
-            if (!c) __stcg((float2 *)(dst + h * mk_partial_floats(dim) + dim), make_float2(max, sum));
+            const uint32_t r = ONE ? 0 : mk_small_quot(h, group);
+            float *to = dst + (h - r * group) * mk_partial_floats(dim) + (size_t)r * row_floats;
+            __stcg(to + c, y);
+            if (!c) __stcg((float2 *)(to + dim), make_float2(max, sum));
         }
     }
 }
@@ -298,8 +304,22 @@ MK_DEV void mk_gqa_publish(const mk_dev *d, const mk_gqa_out *o, uint32_t slices
     }
 }
 
+/* Rows from r on that make one item: their heads fit one, and they see the same splits of the same cache, all but the last of which are whole for all of them. */
+MK_DEV uint32_t mk_gqa_rows(const mk_step *step, const mk_gqa *g, uint32_t r, uint32_t group)
+{
+    const mk_row *first = &step->row[r];
+    const uint32_t per = mk_split_pages(first->pos, g->grain, g->most), last = mk_page_quot(first->pos / MK_PAGE, per);
+    uint32_t n = 1;
+    for (; r + n < step->nrows && (n + 1) * group <= MK_GQA_HEADS; n++) {
+        const mk_row *row = &step->row[r + n];
+        if (row->slot != first->slot || mk_split_pages(row->pos, g->grain, g->most) != per || mk_page_quot(row->pos / MK_PAGE, per) != last) break;
+    }
+    return n;
+}
+
 /* The items of this worker. ONE: a step of one row (mk_newest): the newest key and value come from the packets, and who has the item that needs them writes them to the
- * cache; nothing waits for GQA_APPEND, which has nothing left to do. Where that row has one split, the items publish what COMBINE would, with the same bits. */
+ * cache; nothing waits for GQA_APPEND, which has nothing left to do. Where that row has one split, the items publish what COMBINE would, with the same bits. Of several rows those
+ * that see the same splits share an item (mk_gqa_rows): its keys and values are read once, and what a later row sees counts nothing for an earlier one. */
 template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
@@ -310,14 +330,18 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
     const mk_att_queries of = {dim, 0, 0};
     float *const raw = mk_gqa_scratch(d->sh, dim); /* queries, key and value as they come: all values of their blocks */
     const mk_wait *const wait = &d->in->wait[0];
-    const uint32_t epoch = ONE ? f->place.epoch[0] : mk_wait_epoch(d, wait);
+    const mk_vec *const vec = &d->sh->vec[wait->vec];
+    const uint32_t epoch = ONE ? f->place.epoch[0] : mk_wait_epoch(d, wait), row_packets = vec->nslice * vec->slice_packets, row_floats = MK_MAX_SPLITS * g->heads * floats;
     bool begun = false;
     uint32_t base = 0; /* items of the rows before, modulo the parts */
 #pragma unroll 1
-    for (uint32_t r = 0; r < rows; r++) {
+    for (uint32_t r = 0, together; r < rows; r += together) {
         const mk_row *row = &d->step->row[r];
-        const uint4 *const packets = ONE ? f->place.in[0] : mk_wait_packets(d, wait, &d->sh->vec[wait->vec], r);
-        const uint32_t pos = row->pos, per = ONE ? f->place.per : mk_split_pages(pos, g->grain, g->most);
+        const uint4 *const packets = ONE ? f->place.in[0] : mk_wait_packets(d, wait, vec, r);
+        together = ONE ? 1 : mk_gqa_rows(d->step, g, r, group);
+        uint32_t pos = row->pos; /* the greatest */
+        for (uint32_t k = 1; k < together; k++) pos = max(pos, row[k].pos);
+        const uint32_t per = ONE ? f->place.per : mk_split_pages(pos, g->grain, g->most);
         const uint32_t items = ONE ? f->place.items : (mk_small_quot(pos / MK_PAGE, per) + 1) * g->kv_heads;
         uint32_t i = g->part >= base ? g->part - base : g->part + g->parts - base;
 #pragma unroll 1
@@ -332,13 +356,13 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
             const bool last = ONE && first + x.n == pos + 1;
 #pragma unroll 1
             for (uint32_t h0 = 0; h0 < group; h0 += MK_GQA_HEADS) {
-                const uint32_t heads = min(group - h0, MK_GQA_HEADS), head0 = kv * group + h0;
+                const uint32_t own = min(group - h0, MK_GQA_HEADS), heads = own * together, head0 = kv * group + h0; /* several rows: own is the group */
                 const uint32_t all = heads + (last && !h0 ? 2 : 0); /* the newest key and value follow the queries */
                 mk_gqa_regs<NB> regs;
                 float acc[NB][2][4];
-                uint32_t ids, h = d->warp, from = h < heads ? g->q_off + (head0 + h) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
+                uint32_t ids, h = d->warp, k = ONE || h >= heads ? 0 : mk_small_quot(h, own), from = h < heads ? g->q_off + (head0 + h - k * own) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
                 mk_asked look;
-                mk_asked_for(&look, d, wait, packets, epoch, from, h < all ? dim : 0);
+                mk_asked_for(&look, d, wait, packets + k * row_packets, epoch, from, h < all ? dim : 0);
                 if (ONE && !begun && x.n <= MK_AHEAD_PAGES * MK_PAGE)
                     ids = f->place.page[d->lane % MK_AHEAD_PAGES];
                 else
@@ -358,8 +382,8 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
                         from = query ? g->q_off + (head0 + h) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
                         mk_asked_for(&look, d, wait, packets, epoch, from, dim);
                     }
-                    mk_asked_take(&look, d, wait, 0, r, packets, epoch, from, dim, q);
-                    mk_gqa_head(d, g, r, h > heads ? (const float *)0 : d->a->param + (query ? g->param_off : newest->param_off), query ? g->eps : newest->eps, q,
+                    mk_asked_take(&look, d, wait, 0, r + k, packets + k * row_packets, epoch, from, dim, q);
+                    mk_gqa_head(d, g, r + k, h > heads ? (const float *)0 : d->a->param + (query ? g->param_off : newest->param_off), query ? g->eps : newest->eps, q,
                                 ONE && (query || f->place.ahead & MK_AHEAD_ALIKE) ? d->sh->angle : (const float2 *)0);
 #pragma unroll 2
                     for (uint32_t c = 2 * d->lane; c < 32 * blocks; c += 64) {
@@ -377,7 +401,8 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
                 if (!begun) mk_trace_input(d);
                 begun = true;
                 mk_trace_bytes(d, x.n * dim * 4);
-                mk_gqa_attend<NB>(d->sh, &regs, &x, ids, last ? x.n - 1 : 0xffffffffu, heads, g->scale, d->warp, d->lane, acc);
+                const uint32_t sees = ONE ? 0 : min(row[min(mk_small_quot(d->lane / 4, own), together - 1)].pos + 1 - first, x.n);
+                mk_gqa_attend<NB, ONE>(d->sh, &regs, &x, ids, last ? x.n - 1 : 0xffffffffu, heads, sees, g->scale, d->warp, d->lane, acc);
                 float *out = ONE && f->place.ahead & MK_AHEAD_WHOLE ? mk_gqa_scratch(d->sh, dim) + MK_WARPS * MK_GQA_HEADS * min(dim, MK_GQA_CHUNK) : (float *)0;
                 mk_gqa_out o = {0, 0, 0, 0, 0};
                 if (ONE && out) {
@@ -389,7 +414,8 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
                     o.epoch = f->place.out_epoch;
                     mk_trace_publish(d);
                 }
-                mk_gqa_merge<NB>(d->sh, acc, dim, heads, (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * g->heads + head0) * floats, ONE ? out : 0, &o, d->tid);
+                mk_gqa_merge<NB, ONE>(d->sh, acc, dim, heads, (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * g->heads + head0) * floats, own, row_floats,
+                                      ONE ? out : 0, &o, d->tid);
                 if (ONE && out && !o.lanes) {
                     mk_sync();
                     mk_gqa_publish(d, &o, heads * f->plan.whole.slices, out);
