@@ -2,7 +2,7 @@
  *   q <- norm and rotation as in GQA_APPEND;  s_t = scale * (q . k_t);  max = max s_t;  p_t = exp(s_t - max)
  *   partial = sum p_t v_t | max | sum p_t
  * Splits lie at absolute page positions that the row's own position chooses (mk_split_pages). Work items of row r: i = split * kv_heads +
- * KV head; the items of all rows, one row after the other, go to the parts in turn.
+ * KV head; the items of all rows, one row after the other, go to the parts in turn; rows that share theirs (mk_gqa_together) have them once.
  *   wait[0]  q of head h at q_off + h * q_stride, dim values
  *   wait[1]  GQA_APPEND's counter: the rows of this step are in the cache
  *   signal   BULK: partials (layout: mk_partial_floats in isa.h with latent = dim), one increment after all rows
@@ -71,8 +71,9 @@ void mk_gqa_partial_twin(mk_ctx *c)
     float *bulk = mk_bulk(c, c->in->signal_vec);
     float *q = c->scratch, *tile = q + (size_t)group * dim, *p = tile + (size_t)TILE * dim;
 
-    for (uint32_t r = 0, base = 0; r < c->step->nrows; r++) {
+    for (uint32_t r = 0, base = 0, together = 0; r < c->step->nrows; r++) {
         const mk_row *row = &c->step->row[r];
+        if (!together) together = mk_gqa_together(g, row, c->step->nrows - r);
         uint32_t splits = mk_splits(row->pos, g->grain, g->most), per = mk_split_pages(row->pos, g->grain, g->most) * MK_PAGE;
         for (uint32_t kv = 0; kv < g->kv_heads; kv++) {
             uint32_t have_q = 0;
@@ -105,7 +106,7 @@ void mk_gqa_partial_twin(mk_ctx *c)
                 }
             }
         }
-        base += splits * g->kv_heads;
+        if (--together == 0) base += splits * g->kv_heads;
     }
     mk_signal_bulk(c, c->in->signal_vec);
 }

@@ -11,7 +11,6 @@
 #include "instructions/attention.cuh"
 #include "instructions/gqa_append.cuh"
 
-#define MK_GQA_HEADS 8u   /* of an item at a time */
 #define MK_GQA_CHUNK 128u /* channels of the warps' sums that lie in shared memory at a time */
 #define MK_LOG2E     1.44269504f
 
@@ -304,22 +303,9 @@ MK_DEV void mk_gqa_publish(const mk_dev *d, const mk_gqa_out *o, uint32_t slices
     }
 }
 
-/* Rows from r on that make one item: their heads fit one, and they see the same splits of the same cache, all but the last of which are whole for all of them. */
-MK_DEV uint32_t mk_gqa_rows(const mk_step *step, const mk_gqa *g, uint32_t r, uint32_t group)
-{
-    const mk_row *first = &step->row[r];
-    const uint32_t per = mk_split_pages(first->pos, g->grain, g->most), last = mk_page_quot(first->pos / MK_PAGE, per);
-    uint32_t n = 1;
-    for (; r + n < step->nrows && (n + 1) * group <= MK_GQA_HEADS; n++) {
-        const mk_row *row = &step->row[r + n];
-        if (row->slot != first->slot || mk_split_pages(row->pos, g->grain, g->most) != per || mk_page_quot(row->pos / MK_PAGE, per) != last) break;
-    }
-    return n;
-}
-
 /* The items of this worker. ONE: a step of one row (mk_newest): the newest key and value come from the packets, and who has the item that needs them writes them to the
  * cache; nothing waits for GQA_APPEND, which has nothing left to do. Where that row has one split, the items publish what COMBINE would, with the same bits. Of several rows those
- * that see the same splits share an item (mk_gqa_rows): its keys and values are read once, and what a later row sees counts nothing for an earlier one. */
+ * that see the same splits share an item (mk_gqa_together): its keys and values are read once, and what a later row sees counts nothing for an earlier one. */
 template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
@@ -338,7 +324,7 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
     for (uint32_t r = 0, together; r < rows; r += together) {
         const mk_row *row = &d->step->row[r];
         const uint4 *const packets = ONE ? f->place.in[0] : mk_wait_packets(d, wait, vec, r);
-        together = ONE ? 1 : mk_gqa_rows(d->step, g, r, group);
+        together = ONE ? 1 : mk_gqa_together(g, row, rows - r);
         uint32_t pos = row->pos; /* the greatest */
         for (uint32_t k = 1; k < together; k++) pos = max(pos, row[k].pos);
         const uint32_t per = ONE ? f->place.per : mk_split_pages(pos, g->grain, g->most);

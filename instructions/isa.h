@@ -275,8 +275,8 @@ MK_BOTH uint32_t mk_partial_floats(uint32_t latent)
  *   [kv_head][k, v][MK_PAGE][dim] values of the program's activation type, so that what a work item reads of a page is contiguous.
  * GQA_APPEND: wait[0] = k and v of KV head `head` of every row; signal = BULK counter, one increment for each KV head.
  * GQA_PARTIAL: wait[0] = q of all heads, wait[1] = that counter; signal = BULK partials as MLA_PARTIAL's (latent := dim), combined by
- * COMBINE. Work items of row r: i = split * kv_heads + KV head; the items of all rows, one row after the other, go to the parts in turn. A machine may deal them otherwise: all partials
- * are there when every part has counted. */
+ * COMBINE. Work items of row r: i = split * kv_heads + KV head; the items of all rows, one row after the other, go to the parts in turn, but rows that share their items (mk_gqa_together,
+ * megakernel/rings.h) have them once. */
 typedef struct mk_gqa {
     uint64_t kv_off;       /* in the KV region: this layer's pool */
     uint32_t q_off;        /* PARTIAL: q of head 0 in wait[0] */
