@@ -346,7 +346,8 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
                 const uint32_t all = heads + (last && !h0 ? 2 : 0); /* the newest key and value follow the queries */
                 mk_gqa_regs<NB> regs;
                 float acc[NB][2][4];
-                uint32_t ids, h = d->warp, k = ONE || h >= heads ? 0 : mk_small_quot(h, own), from = h < heads ? g->q_off + (head0 + h - k * own) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
+                uint32_t ids, h = d->warp, k = ONE || h >= heads ? 0 : mk_small_quot(h, own); /* k: the row of the warp's head */
+                uint32_t from = h < heads ? g->q_off + (head0 + h - k * own) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
                 mk_asked look;
                 mk_asked_for(&look, d, wait, packets + k * row_packets, epoch, from, h < all ? dim : 0);
                 if (ONE && !begun && x.n <= MK_AHEAD_PAGES * MK_PAGE)
