@@ -260,7 +260,6 @@ static uint32_t busiest(uint32_t k, uint32_t T, uint32_t inter, uint32_t W, uint
 /* Slices an expert: enough that one token's experts reach every worker (k T >= W: the validator's proof of buffer reuse needs it), then
  * the evenest; among cuts within 0.5 % the coarsest. Slices of more matrix rows than a warp has tiles for are two sides, each with half the warps: they count 1 % more (a measurement:
  * moonlight-16b's step takes 1.8 % less with slices of 32 pairs than of 64). */
-#define ONE_SIDE_ROWS 64u
 static uint32_t expert_slices(mk_builder *b, uint32_t k, uint32_t inter)
 {
     uint32_t W = b->cfg->workers, lo = (W + k - 1) / k, best = 0, hi = 4 * W / k + 1, half = MK_SEGMENT_ROWS / 2;
@@ -270,7 +269,7 @@ static uint32_t expert_slices(mk_builder *b, uint32_t k, uint32_t inter)
     if (hi < lo) hi = lo;
     if (hi > inter) hi = inter;
     for (uint32_t T = lo; load && T <= hi; T++) {
-        double l = busiest(k, T, inter, W, load) * (2 * ((inter + T - 1) / T) > ONE_SIDE_ROWS ? 1.01 : 1);
+        double l = busiest(k, T, inter, W, load) * (2 * ((inter + T - 1) / T) > MK_SIDE_ROWS ? 1.01 : 1);
         if (l < best_load * 0.995) {
             best_load = l;
             best = T;

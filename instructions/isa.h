@@ -108,6 +108,7 @@ enum mk_wtype { MK_W_BF16 = 1, MK_W_FP8 = 2 }; /* = enum mk_dtype */
 #define MK_KBLOCK_BYTES  64u
 #define MK_QUARTER_BYTES 16u /* of a row */
 #define MK_SEGMENT_ROWS 128u /* rows of a segment at most (gate|up: of both together): eight tensor-core tiles, two K blocks a 16 KB stage */
+#define MK_SIDE_ROWS    64u  /* matrix rows that a warp has tiles for; of more, half of a group's warps have those behind */
 #define MK_SCALE_ROWS   128u
 
 enum mk_prologue {

@@ -639,10 +639,6 @@ MK_DEV uint32_t mk_red_rows(uint32_t rows)
 {
     return (rows + 7) & ~7u;
 }
-MK_DEV uint32_t mk_ways(uint32_t rows)
-{
-    return rows > 16 * MK_TILES ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS;
-}
 /* This warp's part of the product at float `base`; at: of its segment. */
 MK_DEV void mk_red_put(const mk_dev *d, uint32_t base, const mk_tile *t, uint32_t at, uint32_t cols, const mk_accs *acc)
 {
@@ -694,17 +690,13 @@ MK_DEV uint32_t mk_parts_log(uint32_t n)
 {
     return n > 16 * MK_TILES ? 7 : 6;
 }
-/* This warp's part; at: of the first stage. mask: the columns that somebody asks for, which lie there one after the other, mk_columns (mask) of them. */
-MK_DEV uint32_t mk_columns(uint32_t mask)
-{
-    return (uint32_t)__popc(mask);
-}
+/* This warp's part; at: of the first stage. mask: the columns that somebody asks for, which lie there one after the other. */
 MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, uint32_t mask, const mk_accs *acc)
 {
     const uint32_t c = 2 * (d->lane & 3), log = mk_parts_log(n), group = (d->warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = d->warp % MK_GROUP_WARPS;
     const uint32_t partial = log == 7 ? group * 2 + (member & 1) : group * 4 + member, row0 = log == 7 ? (member >> 1) * 16 * MK_TILES : 0;
     const bool first = mask >> c & 1, second = mask >> c & 2;
-    float *r = red + ((partial * mk_columns(mask) + mk_columns(mask & (1u << c) - 1)) << log) + row0 + (d->lane >> 2), *s = r + (first ? 1u << log : 0);
+    float *r = red + ((partial * __popc(mask) + __popc(mask & (1u << c) - 1)) << log) + row0 + (d->lane >> 2), *s = r + (first ? 1u << log : 0);
 #pragma unroll
     for (uint32_t j = 0; j < MK_TILES; j++, r += 16, s += 16) {
         if (row0 + 16 * j >= n) break;

@@ -199,7 +199,7 @@ template <bool FP8, bool BY_ROW = false> MK_DEV mk_way mk_way_of(const mk_tile *
     const uint32_t half = t->halves == 2 ? rows / 2 : rows, row0 = sides ? (member >> 1) * 16 * MK_TILES : 0;
     mk_way w;
     w.first = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1);
-    w.ways = sides ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS;
+    w.ways = mk_ways(rows);
     w.way = member & (w.ways - 1);
     w.row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16;
     w.kb_bytes = rows * MK_KBLOCK_BYTES;

@@ -106,8 +106,8 @@ template <uint32_t ROWS> MK_CALL void mk_router(const mk_insn *in)
             uint32_t x[ROWS][8];
 #pragma unroll
             for (uint32_t r = 0; r < ROWS; r++) {
-                const uint32_t from = wide + 4 * (min(r, rows - 1) * k + 8 * c);
-                const uint4 lo = mk_lds128(from), hi = mk_lds128(from + 16);
+                const uint32_t values = wide + 4 * (min(r, rows - 1) * k + 8 * c);
+                const uint4 lo = mk_lds128(values), hi = mk_lds128(values + 16);
                 x[r][0] = lo.x, x[r][1] = lo.y, x[r][2] = lo.z, x[r][3] = lo.w, x[r][4] = hi.x, x[r][5] = hi.y, x[r][6] = hi.z, x[r][7] = hi.w;
             }
 #pragma unroll

@@ -401,7 +401,11 @@ MK_BOTH uint32_t mk_form(uint32_t wtype, int f32)
 {
     return wtype == MK_W_FP8 ? MK_X_F16 : f32 ? MK_X_F32 : MK_X_BF16;
 }
-#define MK_SIDE_ROWS 64u /* matrix rows that a warp has tiles for; of more, half of a group's warps have those behind */
+/* How many warps of a group take a stage's K blocks in turn. */
+MK_BOTH uint32_t mk_ways(uint32_t rows)
+{
+    return rows > MK_SIDE_ROWS ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS;
+}
 /* K blocks that a warp multiplies at once: a tile's products wait for each other, and with few tiles there is nothing else to do. tiles: of a warp. */
 MK_BOTH constexpr uint32_t mk_blocks_at_once(uint32_t form, uint32_t tiles)
 {
@@ -430,7 +434,7 @@ MK_BOTH uint32_t mk_stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t row
     uint32_t stages = mk_small_quot(nkb + fit - 1, fit);
     if (spread) stages = (stages + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
     if (!spread || planes > 1) return mk_small_quot(nkb + stages - 1, stages);
-    const uint32_t ways = rows > MK_SIDE_ROWS ? 2 : 4, at_once = mk_blocks_at_once(mk_form(wtype, 0), (rows < MK_SIDE_ROWS ? rows + 15 : MK_SIDE_ROWS) / 16);
+    const uint32_t ways = mk_ways(rows), at_once = mk_blocks_at_once(mk_form(wtype, 0), (rows < MK_SIDE_ROWS ? rows + 15 : MK_SIDE_ROWS) / 16);
     uint32_t best = 0, least = 0xffffffffu;
     for (const uint32_t last = 2 * stages; stages <= last; stages += MK_GROUPS) {
         const uint32_t per = mk_small_quot(nkb + stages - 1, stages), work = mk_stage_work(nkb, per, ways, at_once);
