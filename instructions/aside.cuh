@@ -8,6 +8,7 @@
 #define MK_ASIDE_CUH
 
 #include "instructions/matvec.cuh"
+#include "instructions/mla_partial.cuh"
 
 #define MK_ASIDE_LATER 1500u /* ns: what the compute warps run first behind ROUTE, whose weights are not there yet, is not to wait for code of these (a measurement: profiles/NOTES.md) */
 static_assert(MK_ASIDE_ROWS == 32 && MK_ASIDES == MK_GROUP_WARPS && MK_GROUPS == 2, "a lane a row at the end; a warp for one of each group");
@@ -84,8 +85,6 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
     const mk_tile *t = &p->tile;
     const mk_lap lap = sh->lap[MK_TAPE];
     const uint32_t n = in->gemv.n, end = p->end, parts = mk_smem(sh->staging) + MK_UPPER + ((mk_row_stride(p->x.k) + 127) & ~127u); /* [MK_WARPS][MK_ASIDE_ROWS] */
-    const uint32_t route = f->place.per;
-    while (!mk_mbar_try(mk_smem(&sh->insn_empty[route % MK_INSN_RING]), route / MK_INSN_RING & 1)) {}
     for (uint32_t since = mk_now_low(); mk_now_low() - since < MK_ASIDE_LATER;) __nanosleep(300);
 #pragma unroll 1
     for (uint32_t as = warp; as < MK_WARPS; as += MK_ASIDES) mk_aside_stage<FORM>(sh, f, as, lane);
@@ -131,7 +130,7 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
     ((float *)(mk_local_memory(&sh->args) + p->out_at))[lane] = __fadd_rn(res, __fmul_rn(open, y));
 }
 
-/* One GEMV after the other, as the controller hands them over, until it says MK_OP_LEAVE. */
+/* One after the other, as the controller hands them over, until it says MK_OP_LEAVE. */
 MK_DEV void mk_aside(mk_shared *sh, uint32_t warp, uint32_t lane)
 {
 #pragma unroll 1
@@ -139,12 +138,17 @@ MK_DEV void mk_aside(mk_shared *sh, uint32_t warp, uint32_t lane)
         while (!mk_mbar_try(mk_smem(&sh->aside_full), n & 1)) {}
         const mk_fed *f = &sh->aside;
         if (f->place.run == MK_OP_LEAVE) return;
-        if (mk_aside_traced(sh, warp, lane)) sh->aside.note.start = mk_now_low();
-        if (f->plan.x.form == MK_X_F16)
+        const bool gemv = f->in.opcode == MK_OP_GEMV, traced = gemv && mk_aside_traced(sh, warp, lane);
+        if (traced) sh->aside.note.start = mk_now_low();
+        const uint32_t after = f->place.after;
+        while (!mk_mbar_try(mk_smem(&sh->insn_empty[after % MK_INSN_RING]), after / MK_INSN_RING & 1)) {}
+        if (!gemv)
+            mk_mla_aside(sh, f, warp, lane);
+        else if (f->plan.x.form == MK_X_F16)
             mk_aside_gemv<MK_X_F16>(sh, f, warp, lane);
         else
             mk_aside_gemv<MK_X_BF16>(sh, f, warp, lane);
-        if (mk_aside_traced(sh, warp, lane)) mk_trace_write(&f->in, mk_now_low(), 0);
+        if (traced) mk_trace_write(&f->in, mk_now_low(), 0);
         __syncwarp();
         if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_done));
     }

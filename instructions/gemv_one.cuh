@@ -38,7 +38,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     asm volatile("" : "+l"(to));
     if (!staged_before) {
         __syncwarp();
-        if (d->lane == 0 && !beside) { /* which sums up no squares, and what is staged stays there */
+        if (d->lane == 0 && !(end & MK_END_KEEPS)) { /* which sums up no squares */
             memo->staged = p->key;
             memo->step = step;
             memo->parity = parity;

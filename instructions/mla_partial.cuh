@@ -157,6 +157,16 @@ MK_DEV void mk_mla_positional_one(const mk_dev *d, const mk_mla *m, const mk_fed
     }
 }
 
+/* Stages, one by one, those of a packet's `count` values, which are the item's from `at` on, that are below n. at: wraps if some are a head's before. */
+MK_DEV void mk_mla_odd(uint8_t *q, uint32_t at, uint32_t count, uint32_t n, uint32_t latent, mk_divisor by_head, uint4 x)
+{
+#pragma unroll 1
+    for (uint32_t e = 0; e < count; e++) {
+        const uint32_t b = at + e, g = mk_quot(b, by_head), pair = e < 2 ? x.x : e < 4 ? x.y : x.z;
+        if (b < n) *(uint16_t *)mk_att_at(q, g, b - g * latent) = (uint16_t)(pair >> (16 * (e & 1)));
+    }
+}
+
 /* Both parts of the queries: q~ is asked for, then q_pe is dealt with. The host's map says what a packet carries; where its words go is noted in shared memory while they are
  * on their way, by a loop, for code that runs once comes from L2, so that nothing but their stores is left when they are there. */
 MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f, mk_asked *asked, uint32_t h0, uint32_t heads, uint32_t two)
@@ -224,12 +234,76 @@ MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f
         for (uint32_t k = 0; odd >> k; k++) {
             if (!(odd >> k & 1)) continue;
             const uint4 y = mine[k * MK_COMPUTE];
-            const int at = (int)(MK_MAP_FIRST(y.w) - first);
+            mk_mla_odd(q, MK_MAP_FIRST(y.w) - first, MK_MAP_VALUES(y.w), n, latent, by_head, y);
+        }
+    }
+}
+
+/* What an item's queries are made of and for. */
+typedef struct mk_mla_share {
+    uint32_t split, h0, heads;
+} mk_mla_share;
+MK_DEV mk_mla_share mk_mla_share_of(const mk_mla *m, uint32_t pos, uint32_t item)
+{
+    const uint32_t group = mk_head_group(pos, m->heads);
+    const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
+    const uint32_t split = mk_quot(item, groups), h0 = (item - split * groups.n) * group, left = m->heads - h0;
+    const mk_mla_share s = {split, h0, left < group ? left : group};
+    return s;
+}
+
+/* The queries of the worker's first item by the warps aside (aside.cuh), while compute warps make others' q~ and then ask for keys: what comes before their packets are there, some
+ * thousand instructions, would else be on the way of the token. Bits as above. */
+MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t lane)
+{
+    constexpr uint32_t NP = 6, EVERY = MK_ASIDES * 32; /* packets in flight of a thread: eight heads of 512 are some 700 */
+    const mk_insn *in = &f->in;
+    const mk_mla *m = &in->mla;
+    const mk_dev here = {&sh->args, sh, in, &sh->step, NULL, blockIdx.x, warp * 32 + lane, warp, lane, 0}, *d = &here;
+    const mk_mla_share item = mk_mla_share_of(m, sh->step.row[0].pos, m->part);
+    const uint32_t latent = m->latent, first = item.h0 * latent, n = item.heads * latent;
 #pragma unroll 1
-            for (uint32_t e = 0; e < MK_MAP_VALUES(y.w); e++) {
-                const uint32_t b = (uint32_t)at + e, g = mk_quot(b, by_head), pair = e < 2 ? y.x : e < 4 ? y.y : y.z;
-                if (b < n) *(uint16_t *)mk_att_at(q, g, b - g * latent) = (uint16_t)(pair >> (16 * (e & 1)));
-            }
+    for (uint32_t h = m->rope ? warp : item.heads; h < item.heads; h += MK_ASIDES) {
+        mk_asked asked;
+        mk_asked_for(&asked, d, &in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (item.h0 + h) * m->qk_stride, m->rope);
+        mk_mla_positional_one(d, m, f, &asked, item.h0, h, item.heads > 8);
+    }
+
+    const mk_wait *wait = &in->wait[0];
+    const mk_vec *v = &sh->vec[wait->vec];
+    const uint16_t *start = sh->start + v->start_index + wait->slice0;
+    const uint32_t sp = v->slice_packets, end = (mk_find_slice(start, wait->nslice, first + n - 1, lane) + 1) * sp, q = mk_smem(sh->staging), epoch = f->place.epoch[0];
+    const uint32_t *map = sh->args.map + f->plan.map;
+    const mk_divisor by_head = mk_div_by(latent);
+#pragma unroll 1
+    for (uint32_t i0 = mk_find_slice(start, wait->nslice, first, lane) * sp + d->tid; __any_sync(0xffffffffu, i0 < end); i0 += NP * EVERY) {
+        const uint4 *base = f->place.in[0] + i0;
+        uint32_t to[NP], more[NP], wanted = 0, odd = 0; /* where words go: halves of `to`, then `more`, 0xffff: nowhere; packets; those with words of two heads, or half of them */
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) {
+            const uint32_t i = i0 + k * EVERY, word = i < end ? __ldg(map + i) : MK_MAP_NONE, from = MK_MAP_FIRST(word), count = MK_MAP_VALUES(word);
+            const uint32_t at = from - first, has = min(count, n - at), g = mk_quot(at, by_head), c = at - g * latent; /* at: huge if some are a head's before */
+            const bool some = count && from < first + n && from + count > first, plain = some && from >= first && !((at | has) & 1) && c + has <= latent;
+            to[k] = (plain ? mk_att_byte(g, c) : 0xffffu) | (plain && has > 2 ? mk_att_byte(g, c + 2) : 0xffffu) << 16;
+            more[k] = plain && has > 4 ? mk_att_byte(g, c + 4) : 0xffffu;
+            wanted |= some ? 1u << k : 0;
+            odd |= some && !plain ? 1u << k : 0;
+            mk_keep(&to[k]), mk_keep(&more[k]);
+        }
+        uint4 x[NP] = {};
+        mk_packets_wait_every<NP, true>(base, EVERY, wanted, epoch, 0, 0, i0, x);
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) {
+            if ((to[k] & 0xffffu) != 0xffffu) mk_sts32(q + (to[k] & 0xffffu), x[k].x);
+            if (to[k] >> 16 != 0xffffu) mk_sts32(q + (to[k] >> 16), x[k].y);
+            if (more[k] != 0xffffu) mk_sts32(q + more[k], x[k].z);
+        }
+#pragma unroll 1
+        for (uint32_t k = 0; odd >> k; k++) {
+            if (!(odd >> k & 1)) continue;
+            const uint4 y = mk_packet_load(base + k * EVERY); /* it is there */
+            const uint32_t word = __ldg(map + i0 + k * EVERY);
+            mk_mla_odd(sh->staging, MK_MAP_FIRST(word) - first, MK_MAP_VALUES(word), n, latent, by_head, y);
         }
     }
 }
@@ -242,21 +316,24 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_one(const mk_insn *in)
     const mk_fed *f = mk_fed_of(in);
     const mk_mla *m = &d->in->mla;
     const uint32_t floats = mk_partial_floats(m->latent), per = f->place.per, items = f->place.items, pos = d->step->row[0].pos;
-    const uint32_t group = mk_head_group(pos, m->heads);
     const mk_att_share w = mk_att_deal(m->latent);
-    const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
     uint32_t number = 0;
 #pragma unroll 1
     for (uint32_t i = m->part; i < items; i += m->parts, number++) {
-        const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
+        const mk_mla_share item = mk_mla_share_of(m, pos, i);
+        const bool aside = !number && f->place.run & MK_AWAITS;
         mk_att_regs regs;
-        mk_att x = mk_mla_item<FP8>(d, m, &d->step->row[0], split, per, heads);
-        x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + ((size_t)split * m->all_heads + h0) * floats;
-        mk_asked asked;
-        mk_asked_for(&asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (h0 + d->warp) * m->qk_stride, d->warp < heads ? m->rope : 0);
+        mk_att x = mk_mla_item<FP8>(d, m, &d->step->row[0], item.split, per, item.heads);
+        x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + ((size_t)item.split * m->all_heads + item.h0) * floats;
+        mk_asked asked = {};
+        if (!aside)
+            mk_asked_for(&asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (item.h0 + d->warp) * m->qk_stride, d->warp < item.heads ? m->rope : 0);
         if (x.end == pos + 1) mk_counter_wait(d, 2);
         mk_att_begin_one<NH, FP8>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages + x.first / MK_PAGE), &regs);
-        mk_mla_queries_one(d, m, f, &asked, h0, heads, NH > 1);
+        if (aside)
+            while (!mk_mbar_try(mk_smem(&d->sh->aside_done), f->place.run & MK_LAP ? 1 : 0)) {}
+        else
+            mk_mla_queries_one(d, m, f, &asked, item.h0, item.heads, NH > 1);
         mk_sync();
         if (!number) mk_trace_input(d);
         mk_attend<NH, FP8>(d->sh, &regs);

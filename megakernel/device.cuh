@@ -168,8 +168,8 @@ typedef struct mk_plan {
     uint8_t f32;              /* packets carry f32 */
     uint8_t head_shift;       /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
     uint8_t dealt;            /* EXPERT_UP, LM_HEAD: one row is gathered as its packets are dealt; EXPERT_DOWN: its pairs are gathered at once */
-    uint32_t beside;          /* a GEMV of one row between ROUTE and EXPERT_UP: bytes of staged input, EXPERT_UP's, that it leaves alone */
-    uint32_t end;             /* MK_END_*; the gate's word in its packet << 8. EXPERT_DOWN: MK_END_ASIDE */
+    uint32_t beside;          /* a GEMV of one row: bytes of the staging area before its own input that it leaves alone. MLA_PARTIAL: how many such GEMVs stand before it */
+    uint32_t end;             /* MK_END_*; the gate's word in its packet << 8. EXPERT_DOWN, MLA_PARTIAL: MK_END_ASIDE */
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
     uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
     uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
@@ -181,7 +181,8 @@ typedef struct mk_plan {
 } mk_plan;
 static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32,
-       MK_END_ASIDE = 64 /* in a step of one row it is not the compute warps'; EXPERT_DOWN: it adds the result of one that is not */ };
+       MK_END_ASIDE = 64, /* in a step of one row it is not the compute warps'; EXPERT_DOWN: it adds the result of one that is not; MLA_PARTIAL: its queries are not */
+       MK_END_KEEPS = 128 /* what was staged before its own input may be used again */ };
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, pro) (0x40u | (f32) | (form) << 1 | (pro) << 3)
 #define MK_IS_ONE(run) ((run) - 0x40u < 0x30u)
@@ -201,7 +202,7 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
        MK_ONE_ROUTER = 0x81 /* a GEMV of few rows: router.cuh. Of several rows of the batch as well: mk_plan.one says so */ };
 /* In mk_places.run, with any of these. */
 #define MK_TRACED      0x100u
-#define MK_AWAITS      0x200u /* EXPERT_DOWN: a GEMV aside */
+#define MK_AWAITS      0x200u /* what is done aside: EXPERT_DOWN: a GEMV; MK_ONE_MLA: its own first queries */
 #define MK_LAP         0x400u /* and its parity */
 #define MK_ROUTER_ROWS 8u /* of weights, at most */
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
@@ -214,8 +215,9 @@ typedef struct mk_places {
     uint4 *out;
     uint32_t epoch[3], out_epoch;
     uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_*; with MK_TRACED where the step is */
-    uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_*. GEMV aside: per: the ROUTE before it, counted as they are fed */
+    uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_* */
     uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item; MLA: the first ones of its first two */
+    uint32_t after;             /* aside: behind which instruction, counted as they are fed */
 } mk_places;
 /* What thread 0 has noted of an instruction whose step is traced: low halves of the clock, 0: not seen. */
 typedef struct mk_trace_note {
@@ -338,7 +340,7 @@ typedef struct mk_shared {
     alignas(16) mk_vec vec[MK_MAX_VEC];
     uint16_t start[MK_MAX_START];
     mk_fed fed[MK_INSN_RING];
-    mk_fed aside; /* a GEMV */
+    mk_fed aside; /* a GEMV, or an MLA_PARTIAL's queries */
     alignas(16) mk_step step;
     mk_gpu_args args; /* for functions that are not inlined */
     float2 angle[MK_ANGLES]; /* of the attention that is next, in a step of one row: by the controller */

@@ -5,7 +5,7 @@
  *   static       streams the worker's tape into its ring, over instruction, layer and step boundaries
  *   expert       waits for the route of a layer, then streams the slices that fall to this worker
  *   courier      on SCHEDULE's worker: looks for what the host says (instructions/schedule.cuh)
- *   aside        four warps for a GEMV beside the queue (instructions/aside.cuh)
+ *   aside        four warps for what is done beside the queue (instructions/aside.cuh)
  *
  * On abort every wait falls through; the compute warps finish what they were fed (with what is there: rows of an aborted step are void)
  * and leave together, because it is the controller who tells them to. */
@@ -391,14 +391,14 @@ MK_DEV void trace_done(mk_shared *sh, uint32_t slot, uint32_t *noted, uint32_t *
     __syncwarp();
 }
 
-/* A GEMV that is done aside, the one before it being done. All lanes. at: in the queue; fed: instructions before it. */
-MK_DEV void hand_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f, uint32_t at, uint32_t fed, uint32_t lane)
+/* What is done aside, what was before it being done. All lanes. at: in the queue; after: behind which instruction, counted as they are fed. */
+MK_DEV void hand_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f, uint32_t at, uint32_t after, uint32_t lane)
 {
 #pragma unroll 1
     for (uint32_t k = lane; k < sizeof(mk_fed) / 16; k += 32) ((uint4 *)&sh->aside)[k] = ((const uint4 *)f)[k];
     __syncwarp();
     if (lane == 0) {
-        sh->aside.place.per = fed - (sh->fed[(fed - 1) % MK_INSN_RING].in.opcode == MK_OP_ROUTE ? 1 : 2); /* or behind EXPERT_UP, which comes behind it */
+        sh->aside.place.after = after;
         memset(&sh->aside.note, 0, sizeof sh->aside.note);
         mk_store_relaxed(a->position + blockIdx.x, at);
     }
@@ -455,17 +455,19 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
                 if (lane == 0) pass_over(a, sh, &sh->fed[slot]);
                 fed--; /* the slot is free still */
             }
-            if (aside && MK_IS_ONE(run)) {
+            const bool gemv = MK_IS_ONE(run);
+            if (aside && !idle && (gemv || run == MK_ONE_MLA)) {
                 for (uint32_t n = 0; asides && !leave && !__all_sync(0xffffffffu, mk_mbar_try(mk_smem(&sh->aside_done), asides - 1 & 1)); n++)
                     if ((n & 15) == 15) leave = look_after(a, sh, &watch, lane);
                 if (leave) break;
-                hand_over(a, sh, &sh->fed[slot], i - first, fed, lane);
+                /* behind ROUTE, which is the last one, or the last but one, an EXPERT_UP; behind what comes before the GEMVs that leave the queries' place alone */
+                const uint32_t before = !gemv ? 1 + sh->fed[slot].plan.beside : sh->fed[(fed - 1) % MK_INSN_RING].in.opcode == MK_OP_ROUTE ? 1 : 2;
+                hand_over(a, sh, &sh->fed[slot], i - first, fed - before, lane);
                 asides++;
-                idle = true;
-                fed--;
-            } else if (aside && asides && lane == 0) {
-                sh->fed[slot].place.run |= MK_AWAITS | (asides - 1 & 1 ? MK_LAP : 0);
+                idle = gemv;
+                fed -= gemv;
             }
+            if (aside && !gemv && asides && lane == 0) sh->fed[slot].place.run |= MK_AWAITS | (asides - 1 & 1 ? MK_LAP : 0);
             __syncwarp();
             if (idle) continue;
             if (sh->fed[slot].in.opcode == MK_OP_DELTA_STEP) mk_delta_ahead(a, &sh->step, &sh->fed[slot], lane);

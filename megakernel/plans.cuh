@@ -197,6 +197,25 @@ static int spaced(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint
         }
     return 1;
 }
+/* An MLA_PARTIAL, instruction k of its queue, which begins with instruction `first`: in a step of one row the queries of the worker's first item are made aside while GEMVs right before it
+ * make what it waits for; they leave the queries' place alone. */
+static void queries_aside(const mk_insn *insn, mk_plan *plan, uint32_t first, uint32_t k)
+{
+    const mk_insn *in = &insn[k];
+    const uint32_t place = mk_mla_queries_bytes(in->mla.latent, in->mla.rope);
+    uint32_t n = 0;
+    for (; n < 2 && k - n > first; n++) {
+        const mk_insn *v = in - n - 1;
+        const mk_plan *p = &plan[k - n - 1];
+        if (v->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || p->x.prologue != MK_PRO_NONE || place + mk_staged_bytes(p->x.k, p->x.form) > MK_STAGING) break;
+        if (v->wait[0].vec != in->wait[1].vec || v->wait[0].pub != in->wait[1].pub) break;
+    }
+    if (k - n == first) return;
+    for (uint32_t i = 1; i <= n; i++) plan[k - i].beside = place;
+    plan[k].beside = n;
+    plan[k].end |= MK_END_ASIDE;
+}
+
 /* In a step of one row GQA's partials make the newest keys and values themselves, and those who append them only count: where both are in one program, and fit. */
 static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t *queue, uint32_t queues, mk_plan *plan, mk_err *err)
 {
@@ -222,6 +241,7 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t 
                 plan[k].one = MK_ONE_MLA;
                 plan[k].whole.vec = MK_NONE;
                 plan[k].map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * p->vec[in->wait[0].vec].slice_packets;
+                if (!pass) queries_aside(insn, plan, queue[q], k);
                 continue;
             }
             if (in->opcode != MK_OP_GQA_PARTIAL || in->wait[1].pub >= MK_EPOCH_STRIDE || !spaced(insn, plan, queue[q], k)) continue;
@@ -298,6 +318,7 @@ static void stages_ahead(const mk_insn *up, mk_plan *plan, uint32_t n, const mk_
         const uint32_t beside = (mk_staged_bytes(plan->x.k, plan->x.form) + 127) & ~127u;
         if (!MK_IS_ONE(p->one) || p->x.prologue != MK_PRO_NONE || beside + mk_staged_bytes(p->x.k, p->x.form) > MK_STAGING) return;
         p->beside = beside;
+        p->end |= MK_END_KEEPS;
     }
     if (by && reads_alike(up - by, up, maker)) (plan - by)->ahead = by | router_left(up - by, up, plan - by, n - by) << 2;
 }
