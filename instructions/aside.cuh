@@ -85,6 +85,7 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
     const mk_tile *t = &p->tile;
     const mk_lap lap = sh->lap[MK_TAPE];
     const uint32_t n = in->gemv.n, end = p->end, parts = mk_smem(sh->staging) + MK_UPPER + ((mk_row_stride(p->x.k) + 127) & ~127u); /* [MK_WARPS][MK_ASIDE_ROWS] */
+    mk_aside_after(sh, f);
     for (uint32_t since = mk_now_low(); mk_now_low() - since < MK_ASIDE_LATER;) __nanosleep(300);
 #pragma unroll 1
     for (uint32_t as = warp; as < MK_WARPS; as += MK_ASIDES) mk_aside_stage<FORM>(sh, f, as, lane);
@@ -140,8 +141,6 @@ MK_DEV void mk_aside(mk_shared *sh, uint32_t warp, uint32_t lane)
         if (f->place.run == MK_OP_LEAVE) return;
         const bool gemv = f->in.opcode == MK_OP_GEMV, traced = gemv && mk_aside_traced(sh, warp, lane);
         if (traced) sh->aside.note.start = mk_now_low();
-        const uint32_t after = f->place.after;
-        while (!mk_mbar_try(mk_smem(&sh->insn_empty[after % MK_INSN_RING]), after / MK_INSN_RING & 1)) {}
         if (!gemv)
             mk_mla_aside(sh, f, warp, lane);
         else if (f->plan.x.form == MK_X_F16)

@@ -55,11 +55,6 @@ MK_BOTH uint32_t mk_att_query_bytes(uint32_t nk, uint32_t fine)
 {
     return mk_att_plane_bytes(2 * ((nk + 31) / 32) - fine);
 }
-/* Of an item of MLA_PARTIAL whose queries are made aside: they, and a head's q_pe for each warp; where what is staged beside them begins. */
-MK_BOTH uint32_t mk_mla_queries_bytes(uint32_t latent, uint32_t rope)
-{
-    return (mk_att_query_bytes(latent + rope, latent / 32) + MK_ASIDES * 4 * ((rope + 31) & ~31u) + 127) & ~127u;
-}
 
 /* Of an item: what its queries are. */
 typedef struct mk_att_queries {
@@ -72,7 +67,7 @@ MK_DEV mk_att_shared *mk_att_sh(mk_shared *sh)
 }
 /* A block of 32 values of 16 rows (heads) as two left operands of mma m16n8k16: 512 bytes each, a lane's four registers side by side. Lane (g, l) has values
  * 8 l .. 8 l + 7 of rows g and g + 8, four of them in each operand. Where value c of row h of a plane lies; an even c's neighbour follows it. */
-MK_DEV uint32_t mk_att_byte(uint32_t h, uint32_t c)
+MK_BOTH uint32_t mk_att_byte(uint32_t h, uint32_t c)
 {
     return (c >> 5) * 1024 + (c & 4) * 128 + ((h & 7) * 4 + (c >> 3 & 3)) * 16 + (c & 2) * 4 + (h & 8) / 2 + (c & 1) * 2;
 }

@@ -157,16 +157,6 @@ MK_DEV void mk_mla_positional_one(const mk_dev *d, const mk_mla *m, const mk_fed
     }
 }
 
-/* Stages, one by one, those of a packet's `count` values, which are the item's from `at` on, that are below n. at: wraps if some are a head's before. */
-MK_DEV void mk_mla_odd(uint8_t *q, uint32_t at, uint32_t count, uint32_t n, uint32_t latent, mk_divisor by_head, uint4 x)
-{
-#pragma unroll 1
-    for (uint32_t e = 0; e < count; e++) {
-        const uint32_t b = at + e, g = mk_quot(b, by_head), pair = e < 2 ? x.x : e < 4 ? x.y : x.z;
-        if (b < n) *(uint16_t *)mk_att_at(q, g, b - g * latent) = (uint16_t)(pair >> (16 * (e & 1)));
-    }
-}
-
 /* Both parts of the queries: q~ is asked for, then q_pe is dealt with. The host's map says what a packet carries; where its words go is noted in shared memory while they are
  * on their way, by a loop, for code that runs once comes from L2, so that nothing but their stores is left when they are there. */
 MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f, mk_asked *asked, uint32_t h0, uint32_t heads, uint32_t two)
@@ -234,7 +224,12 @@ MK_DEV void mk_mla_queries_one(const mk_dev *d, const mk_mla *m, const mk_fed *f
         for (uint32_t k = 0; odd >> k; k++) {
             if (!(odd >> k & 1)) continue;
             const uint4 y = mine[k * MK_COMPUTE];
-            mk_mla_odd(q, MK_MAP_FIRST(y.w) - first, MK_MAP_VALUES(y.w), n, latent, by_head, y);
+            const int at = (int)(MK_MAP_FIRST(y.w) - first);
+#pragma unroll 1
+            for (uint32_t e = 0; e < MK_MAP_VALUES(y.w); e++) {
+                const uint32_t b = (uint32_t)at + e, g = mk_quot(b, by_head), pair = e < 2 ? y.x : e < 4 ? y.y : y.z;
+                if (b < n) *(uint16_t *)mk_att_at(q, g, b - g * latent) = (uint16_t)(pair >> (16 * (e & 1)));
+            }
         }
     }
 }
@@ -252,58 +247,60 @@ MK_DEV mk_mla_share mk_mla_share_of(const mk_mla *m, uint32_t pos, uint32_t item
     return s;
 }
 
-/* The queries of the worker's first item by the warps aside (aside.cuh), while compute warps make others' q~ and then ask for keys: what comes before their packets are there, some
- * thousand instructions, would else be on the way of the token. Bits as above. */
+/* The queries of the worker's first item by the warps aside (aside.cuh), while compute warps make others' q~ and then ask for keys: what comes before the packets, which are then
+ * in the host's table (mk_queries_places), would else be on the way of the token. Bits as above. */
 MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t lane)
 {
     constexpr uint32_t NP = 6, EVERY = MK_ASIDES * 32; /* packets in flight of a thread: eight heads of 512 are some 700 */
-    const mk_insn *in = &f->in;
-    const mk_mla *m = &in->mla;
-    const mk_dev here = {&sh->args, sh, in, &sh->step, NULL, blockIdx.x, warp * 32 + lane, warp, lane, 0}, *d = &here;
+    const mk_mla *m = &f->in.mla;
     const mk_mla_share item = mk_mla_share_of(m, sh->step.row[0].pos, m->part);
-    const uint32_t latent = m->latent, first = item.h0 * latent, n = item.heads * latent;
+    const uint32_t tid = warp * 32 + lane, *table = sh->args.map + f->plan.queries, keep = item.heads > 8 ? 0xffffffffu : ~0x00040004u; /* heads above seven: mk_att_byte */
+    const uint32_t end = __ldg(table + item.h0 + item.heads);
+    uint32_t i = __ldg(table + item.h0) + tid, h = tid / MK_TURN_SLOTS;
+    uint32_t turn = m->rope && h < item.heads ? __ldg(table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + tid) : 0;
+    mk_aside_after(sh, f);
+    const mk_att_queries of = {(uint32_t)m->latent + m->rope, m->latent / 32u, item.heads > 8};
 #pragma unroll 1
-    for (uint32_t h = m->rope ? warp : item.heads; h < item.heads; h += MK_ASIDES) {
-        mk_asked asked;
-        mk_asked_for(&asked, d, &in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (item.h0 + h) * m->qk_stride, m->rope);
-        mk_mla_positional_one(d, m, f, &asked, item.h0, h, item.heads > 8);
+    for (uint32_t at = tid; m->rope && __any_sync(0xffffffffu, h < item.heads);) { /* q_pe */
+        const uint32_t packet[1] = {MK_TURN_PACKET(turn)};
+        uint4 x[1] = {};
+        mk_packets_wait<1, true>(f->place.in[1], packet, turn != 0, f->place.epoch[1], 1, 0, 0, x);
+        const uint32_t word[3] = {x[0].x, x[0].y, x[0].z};
+#pragma unroll
+        for (uint32_t j = 0; j < 3; j++) {
+            const uint32_t p = MK_TURN_PAIR(turn) + j;
+            if (j >= MK_TURN_PAIRS(turn) || p >= m->rope / 2u) continue;
+            float a = __uint_as_float(word[j] << 16), b = __uint_as_float(word[j] & 0xffff0000u);
+            if (m->rotary) {
+                const float y = a, s = sh->angle[p].x, c = sh->angle[p].y;
+                a = mk_add(mk_mul(y, c), -mk_mul(b, s));
+                b = mk_add(mk_mul(y, s), mk_mul(b, c));
+            }
+            mk_att_put(sh->staging, &of, h, m->latent + 2 * p, a, b);
+        }
+        h += EVERY / MK_TURN_SLOTS, at += EVERY;
+        turn = h < item.heads ? __ldg(table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + at) : 0;
     }
 
-    const mk_wait *wait = &in->wait[0];
-    const mk_vec *v = &sh->vec[wait->vec];
-    const uint16_t *start = sh->start + v->start_index + wait->slice0;
-    const uint32_t sp = v->slice_packets, end = (mk_find_slice(start, wait->nslice, first + n - 1, lane) + 1) * sp, q = mk_smem(sh->staging), epoch = f->place.epoch[0];
-    const uint32_t *map = sh->args.map + f->plan.map;
-    const mk_divisor by_head = mk_div_by(latent);
+    const uint32_t q = mk_smem(sh->staging);
+    const uint2 *places = (const uint2 *)(table + mk_queries_places(m->heads));
 #pragma unroll 1
-    for (uint32_t i0 = mk_find_slice(start, wait->nslice, first, lane) * sp + d->tid; __any_sync(0xffffffffu, i0 < end); i0 += NP * EVERY) {
-        const uint4 *base = f->place.in[0] + i0;
-        uint32_t to[NP], more[NP], wanted = 0, odd = 0; /* where words go: halves of `to`, then `more`, 0xffff: nowhere; packets; those with words of two heads, or half of them */
+    for (; __any_sync(0xffffffffu, i < end); i += NP * EVERY) {
+        uint2 to[NP];
+        uint32_t wanted = 0;
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
-            const uint32_t i = i0 + k * EVERY, word = i < end ? __ldg(map + i) : MK_MAP_NONE, from = MK_MAP_FIRST(word), count = MK_MAP_VALUES(word);
-            const uint32_t at = from - first, has = min(count, n - at), g = mk_quot(at, by_head), c = at - g * latent; /* at: huge if some are a head's before */
-            const bool some = count && from < first + n && from + count > first, plain = some && from >= first && !((at | has) & 1) && c + has <= latent;
-            to[k] = (plain ? mk_att_byte(g, c) : 0xffffu) | (plain && has > 2 ? mk_att_byte(g, c + 2) : 0xffffu) << 16;
-            more[k] = plain && has > 4 ? mk_att_byte(g, c + 4) : 0xffffu;
-            wanted |= some ? 1u << k : 0;
-            odd |= some && !plain ? 1u << k : 0;
-            mk_keep(&to[k]), mk_keep(&more[k]);
+            to[k] = i + k * EVERY < end ? __ldg(places + i + k * EVERY) : make_uint2(0xffffffffu, 0xffffffffu);
+            wanted |= ~to[k].x & 0x8000u ? 1u << k : 0;
         }
         uint4 x[NP] = {};
-        mk_packets_wait_every<NP, true>(base, EVERY, wanted, epoch, 0, 0, i0, x);
+        mk_packets_wait_every<NP, true>(f->place.in[0] + i, EVERY, wanted, f->place.epoch[0], 0, 0, i, x);
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
-            if ((to[k] & 0xffffu) != 0xffffu) mk_sts32(q + (to[k] & 0xffffu), x[k].x);
-            if (to[k] >> 16 != 0xffffu) mk_sts32(q + (to[k] >> 16), x[k].y);
-            if (more[k] != 0xffffu) mk_sts32(q + more[k], x[k].z);
-        }
-#pragma unroll 1
-        for (uint32_t k = 0; odd >> k; k++) {
-            if (!(odd >> k & 1)) continue;
-            const uint4 y = mk_packet_load(base + k * EVERY); /* it is there */
-            const uint32_t word = __ldg(map + i0 + k * EVERY);
-            mk_mla_odd(sh->staging, MK_MAP_FIRST(word) - first, MK_MAP_VALUES(word), n, latent, by_head, y);
+            const uint32_t lo = to[k].x & keep, hi = to[k].y & keep;
+            if (~lo & 0x8000u) mk_sts32(q + (lo & 0xffffu), x[k].x);
+            if (~lo & 0x80000000u) mk_sts32(q + (lo >> 16), x[k].y);
+            if (~hi & 0x8000u) mk_sts32(q + (hi & 0xffffu), x[k].z);
         }
     }
 }

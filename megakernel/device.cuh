@@ -154,6 +154,7 @@ typedef struct mk_plan {
     alignas(16) mk_tile tile; /* GEMV, LM_HEAD; EXPERT_UP: the longest slice; EXPERT_DOWN: an expert's, nst is even */
     union {
         mk_input x;           /* GEMV, LM_HEAD, EXPERT_UP */
+        uint32_t queries;     /* MLA_PARTIAL with MK_END_ASIDE: its table in mk_gpu_args.map: mk_queries_places */
         struct {
             mk_newest newest; /* GQA_PARTIAL */
             mk_whole whole;
@@ -241,6 +242,19 @@ typedef struct mk_fed {
 #define MK_MAP_TRAILER(m) ((m) >> 20 & 3u)
 #define MK_MAP_SLICE(m)   ((m) >> 22)
 #define MK_MAP_NONE       MK_MAP_WORD(0u, 0u, 3u, 0u)
+
+/* MLA_PARTIAL's queries as the warps aside make them go by a table of words: of each head the first packet of wait 0, and of the end; of each head the packets of wait 1 that have values
+ * of its q_pe, by words of zero as many as MK_TURN_SLOTS; of each packet of wait 0 two words, where its pairs of values go (mk_att_byte of heads modulo 16): halves of the first, lower
+ * half of the second, 0xffff: nowhere. */
+#define MK_TURN_SLOTS 16u
+#define MK_TURN_WORD(packet, pair, pairs) ((packet) | (uint32_t)((pair) + 3) << 16 | (pairs) << 24) /* its first pair is q_pe's, which may be before the first, and has so many */
+#define MK_TURN_PACKET(w) ((w) & 0xffffu)
+#define MK_TURN_PAIR(w)   (((w) >> 16 & 0xffu) - 3u)
+#define MK_TURN_PAIRS(w)  ((w) >> 24)
+MK_BOTH uint32_t mk_queries_places(uint32_t heads)
+{
+    return (heads + 1 + MK_TURN_SLOTS * heads + 1) & ~1u;
+}
 
 /* A ring of weight stages: as long as the program's shared memory and its segments allow. */
 typedef struct mk_ring {
@@ -571,6 +585,12 @@ MK_DEV void mk_sync(void)
 {
     __syncwarp();
     asm volatile("bar.sync 1, %0;" ::"n"(MK_COMPUTE) : "memory");
+}
+
+/* Waits for the instruction behind which the warps aside begin. */
+MK_DEV void mk_aside_after(const mk_shared *sh, const mk_fed *f)
+{
+    while (!mk_mbar_try(mk_smem(&sh->insn_empty[f->place.after % MK_INSN_RING]), f->place.after / MK_INSN_RING & 1)) {}
 }
 
 /* ---- packets, counters ---------------------------------------------------------------------------------------------- */

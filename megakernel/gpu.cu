@@ -23,6 +23,11 @@ typedef struct mk_alloc {
     int pinned;
 } mk_alloc;
 
+/* An MLA_PARTIAL and where the table of its queries, and of those like it, is in args.map (mk_queries_places); 0: it has none. */
+typedef struct mk_queries {
+    uint32_t insn, at;
+} mk_queries;
+
 struct mk_gpu {
     const mk_program *prog;
     mk_gpu_config cfg;
@@ -37,6 +42,8 @@ struct mk_gpu {
     uint32_t smem;
     uint32_t map_at[MK_MAX_VEC]; /* by vector: its first word in args.map */
     uint32_t pair_at[MK_MAX_VEC]; /* of those that EXPERT_DOWN reads: MK_PAIR_WORD of each packet */
+    mk_queries queries[4];        /* of MLA_PARTIALs that differ */
+    uint32_t n_queries;
     /* pinned */
     mk_submit_packets *submit;
     mk_event *event;
@@ -339,6 +346,67 @@ static void pairs_plan(const mk_gpu *g, const mk_insn *in, mk_plan *p)
     p->dealt = p->packets <= MK_PAIR_PACKETS(in->expert.n) && in->expert.n <= MK_DOWN_ONE_ROWS && pairs_bytes(&in->expert) <= MK_STAGING;
 }
 
+/* MLA_PARTIALs whose queries lie alike in their packets. */
+static int queries_alike(const mk_insn *a, const mk_insn *b)
+{
+    const mk_mla *x = &a->mla, *y = &b->mla;
+    const mk_wait *v = a->wait, *w = b->wait;
+    return v[0].vec == w[0].vec && v[0].slice0 == w[0].slice0 && v[0].nslice == w[0].nslice && v[1].vec == w[1].vec && v[1].slice0 == w[1].slice0 && v[1].nslice == w[1].nslice &&
+           x->in_off == y->in_off && x->heads == y->heads && x->latent == y->latent && x->rope == y->rope && x->qk_stride == y->qk_stride;
+}
+static const mk_queries *queries_of(const mk_gpu *g, const mk_insn *in)
+{
+    for (uint32_t i = 0; i < g->n_queries; i++)
+        if (queries_alike(&g->prog->insn[g->queries[i].insn], in)) return &g->queries[i];
+    return NULL;
+}
+/* Packet q of slice s of a wait: its first value; how many it has. */
+static uint32_t packet_values(const uint32_t *start, uint32_t s, uint32_t q, uint32_t *value)
+{
+    *value = start[s] + 6 * q;
+    return *value >= start[s + 1] ? 0 : start[s + 1] - *value < 6 ? start[s + 1] - *value : 6;
+}
+/* Writes the table of an MLA_PARTIAL's queries, at most `room` words; returns how many, 0: they do not lie as it can say, pairs in words, heads in slices of their own. */
+static uint32_t queries_table(const mk_program *p, const mk_insn *in, uint32_t *out, uint32_t room)
+{
+    const mk_mla *m = &in->mla;
+    const mk_vec *qt = &p->vec[in->wait[0].vec], *q = &p->vec[in->wait[1].vec];
+    const uint32_t *latent = mk_vec_starts(p, qt) + in->wait[0].slice0, *turned = mk_vec_starts(p, q) + in->wait[1].slice0, places = mk_queries_places(m->heads);
+    const uint32_t packets = in->wait[0].nslice * qt->slice_packets, all = places + 2 * packets;
+    uint32_t value, n;
+    if (all > room || m->rope % 32 || q->dtype != MK_BF16 || qt->dtype != MK_BF16) return 0;
+    memset(out, 0, all * sizeof *out);
+    for (uint32_t h = 0, s = 0; h <= m->heads; h++) {
+        while (s < in->wait[0].nslice && latent[s] < h * m->latent) s++;
+        if (latent[s] != h * m->latent) return 0;
+        out[h] = s * qt->slice_packets;
+    }
+    for (uint32_t h = 0; m->rope && h < m->heads; h++) {
+        const uint32_t first = m->in_off + h * m->qk_stride;
+        uint32_t *slot = out + m->heads + 1 + h * MK_TURN_SLOTS, found = 0, had = 0;
+        for (uint32_t s = 0; s < in->wait[1].nslice; s++)
+            for (uint32_t k = 0; turned[s] < first + m->rope && turned[s + 1] > first && k < q->slice_packets; k++) {
+                if (!(n = packet_values(turned, s, k, &value)) || value >= first + m->rope || value + n <= first) continue;
+                const uint32_t at = s * q->slice_packets + k, lo = value < first ? first : value, hi = value + n < first + m->rope ? value + n : first + m->rope;
+                if ((value - first) % 2 || n % 2 || found == MK_TURN_SLOTS || at > 0xffff) return 0;
+                slot[found++] = MK_TURN_WORD(at, (int)(value - first) / 2, n / 2);
+                had += hi - lo;
+            }
+        if (had != m->rope) return 0;
+    }
+    for (uint32_t s = 0; s < in->wait[0].nslice; s++)
+        for (uint32_t k = 0; k < qt->slice_packets; k++) {
+            uint32_t *to = out + places + 2 * (s * qt->slice_packets + k), at[3] = {0xffff, 0xffff, 0xffff};
+            n = packet_values(latent, s, k, &value);
+            const uint32_t h = value / m->latent, c = value % m->latent;
+            if (n % 2 || (n && (value % 2 || c + n > m->latent))) return 0;
+            for (uint32_t j = 0; 2 * j < n; j++) at[j] = mk_att_byte(h % 16, c + 2 * j);
+            to[0] = at[0] | at[1] << 16;
+            to[1] = at[2] | 0xffff0000u;
+        }
+    return all;
+}
+
 #include "megakernel/plans.cuh"
 
 /* Instructions and queues, the static tapes as the loaders see them, and the instructions that the expert loaders walk. */
@@ -419,7 +487,8 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     const mk_program *p = g->prog;
     const mk_program_info *i = &p->info;
     mk_vec *vec = (mk_vec *)malloc(i->n_vec * sizeof *vec);
-    uint32_t *map = (uint32_t *)malloc(i->exchange_bytes / 4 + 4), n_map = 0; /* more than enough: a word a packet */
+    const uint32_t room = (uint32_t)(i->exchange_bytes / 16 + 1); /* words: a packet has 16 places or more, and a word or two here */
+    uint32_t *map = (uint32_t *)calloc(room, sizeof *map), n_map = 0;
     uint16_t *start = (uint16_t *)calloc(MK_MAX_START, sizeof *start);
     uint32_t n = 0, stats = MK_NONE;
     int rc = MK_OK;
@@ -448,6 +517,13 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
                 const uint32_t value = from[s] + 6 * q, n = value < from[s + 1] ? from[s + 1] - value : 0;
                 map[n_map++] = MK_PAIR_WORD(value, n < 6 ? n : 6u);
             }
+    }
+    for (uint32_t k = 0; k < i->n_insn && !rc && g->n_queries < sizeof g->queries / sizeof *g->queries; k++) {
+        if (p->insn[k].opcode != MK_OP_MLA_PARTIAL || queries_of(g, &p->insn[k])) continue;
+        n_map += n_map & 1; /* pairs of words */
+        const uint32_t all = queries_table(p, &p->insn[k], map + n_map, room > n_map ? room - n_map : 0);
+        g->queries[g->n_queries++] = (mk_queries){k, all ? n_map : 0};
+        n_map += all;
     }
     if (!rc && (!(g->args.vec = (mk_vec *)uploaded(g, "vectors", vec, i->n_vec * sizeof *vec, err)) ||
                 !(g->args.start = (uint16_t *)uploaded(g, "slice starts", start, (n + 7u & ~7u) * sizeof *start, err)) ||
