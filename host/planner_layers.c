@@ -51,16 +51,16 @@ static struct pieces pieces_of(mk_builder *b, const mk_part *part, const uint32_
 static const char by_heads[] = "each worker has rows of one head: ceil(rows / floor(workers / heads)) over the mean";
 
 /* Rows of matrices of equal height, a head each, whose inputs differ: a worker has rows of one head, because a second instruction, with an input of its own, costs more
- * than the evenest cut saves. More heads than workers: as evenly as it goes. Slices that can be dealt are alike in all heads. */
-static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint32_t workers, uint32_t *cut)
+ * than the evenest cut saves. More heads than workers: as evenly as it goes. All heads are cut alike, for the busiest worker would have no less to do if some had more workers than
+ * others; the last workers have none. Slices that can be dealt are alike. */
+static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint32_t *cut)
 {
-    uint32_t W = workers, rows = part->rows;
-    if (heads > W) {
+    if (heads > b->cfg->workers) {
         const mk_part *g[1] = {part};
         mk_split(b, g, &heads, 1, cut);
         return;
     }
-    uint32_t each = W / heads, most = rows % 2 ? (rows + each - 1) / each : 2 * ((rows / 2 + each - 1) / each), alike = 0;
+    uint32_t rows = part->rows, each = b->cfg->workers / heads, most = rows % 2 ? (rows + each - 1) / each : 2 * ((rows / 2 + each - 1) / each), alike = 0;
     b->why = by_heads;
     for (uint32_t n = each; n && !alike; n--) {
         alike = mk_even_rows(part, n);
@@ -68,15 +68,13 @@ static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint
     }
     if (alike && !mk_even_pays(alike * mk_row_cost(part), most * mk_row_cost(part))) alike = 0;
     if (alike > most) b->why = mk_why_even;
-    for (uint32_t h = 0; h < heads; h++) {
-        uint32_t first = mk_start(h, W, heads), n = mk_start(h + 1, W, heads) - first;
-        for (uint32_t k = 0; k < n; k++) {
-            uint32_t at = rows % 2 ? mk_start(k, rows, n) : 2 * mk_start(k, rows / 2, n); /* pairs of values stay together */
+    for (uint32_t h = 0; h < heads; h++)
+        for (uint32_t k = 0; k < each; k++) {
+            uint32_t at = rows % 2 ? mk_start(k, rows, each) : 2 * mk_start(k, rows / 2, each); /* pairs of values stay together */
             if (alike) at = k * alike < rows ? k * alike : rows;
-            cut[first + k] = h * rows + at;
+            cut[h * each + k] = h * rows + at;
         }
-    }
-    for (uint32_t w = W; w <= b->cfg->workers; w++) cut[w] = heads * rows;
+    for (uint32_t w = heads * each; w <= b->cfg->workers; w++) cut[w] = heads * rows;
 }
 
 static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
@@ -116,10 +114,9 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     why[0] = b->why;
     mk_split(b, gq, one, 1, cut_q);
     why[1] = b->why;
-    /* the last worker appends to the cache meanwhile: it has no head if the busiest is no busier for it */
-    split_heads(b, uk, heads, W > heads && (W - 1) / heads == W / heads ? W - 1 : W, cut_k);
+    split_heads(b, uk, heads, cut_k); /* the last worker appends to the cache meanwhile: few models have a head for it */
     why[2] = b->why;
-    split_heads(b, uv, heads, W, cut_v);
+    split_heads(b, uv, heads, cut_v);
     why[3] = b->why;
     if (!R->have_mla) {
         R->have_mla = 1;

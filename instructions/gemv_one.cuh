@@ -1,13 +1,13 @@
 /* GEMV of one row whose packets are dealt: what most of a step is made of. One function from the wait to the publication, because every instruction of a warp here is on
  * the way of the token: nothing is worked out that mk_plan (by the host) or mk_places (by the controller) can say, all that comes from memory is asked for, and all that does
- * not depend on it worked out, before anything is waited for, and there is no call. One copy a form, whatever is gathered: code is larger than the SM's caches. The bits are
- * those of gemv.cuh. */
+ * not depend on it worked out, before anything is waited for, and there is no call. One copy a form, whatever is gathered: code is larger than the SM's caches. But vectors of so
+ * many packets that most models have none (FAR) have one of their own: they take registers, which all others would save on the stack. The bits are those of gemv.cuh. */
 #ifndef MK_GEMV_ONE_CUH
 #define MK_GEMV_ONE_CUH
 
 #include "instructions/matvec.cuh"
 
-template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
+template <uint32_t FORM, bool FAR> MK_CALL void mk_gemv_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     mk_shared *sh = d->sh;
@@ -44,7 +44,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
             memo->parity = parity;
         }
         switch (control >> 16 & 0xff) {
-#define X(f32, form, pro) case MK_ONE(f32, form, pro): if (FORM == form) mk_take<f32, FORM, pro>(d, in, parity); break;
+#define X(f32, form, pro) case MK_ONE(f32, form, pro): if (FORM == form && FAR == (pro == MK_ONE_FAR)) mk_take<f32, FORM, pro>(d, in, parity); break;
             MK_ONES(X)
 #undef X
         }
@@ -89,12 +89,14 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
 MK_DEV void mk_gemv_one_run(const mk_insn *in, uint32_t one)
 {
     const uint32_t form = one >> 1 & 3;
-    if (form == MK_X_F16)
-        mk_gemv_one<MK_X_F16>(in);
+    if (MK_IS_FAR(one))
+        form == MK_X_F16 ? mk_gemv_one<MK_X_F16, true>(in) : mk_gemv_one<MK_X_BF16, true>(in);
+    else if (form == MK_X_F16)
+        mk_gemv_one<MK_X_F16, false>(in);
     else if (form == MK_X_BF16)
-        mk_gemv_one<MK_X_BF16>(in);
+        mk_gemv_one<MK_X_BF16, false>(in);
     else
-        mk_gemv_one<MK_X_F32>(in);
+        mk_gemv_one<MK_X_F32, false>(in);
 }
 
 #endif

@@ -216,8 +216,9 @@ MK_DEV void mk_factor_put(uint32_t k, uint32_t values, uint32_t group, uint32_t 
  * its sums of squares. */
 template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_dev *d, const mk_insn *in, uint32_t parity)
 {
-    constexpr uint32_t LOADS = MK_LOADS_OF(PRO), PART = LOADS < 4 ? LOADS : 4, WORDS = F32 ? 2 : 3;
-    constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS, HEADS = PRO == MK_ONE_HEADS;
+    constexpr uint32_t LOADS = MK_LOADS_OF(F32, PRO), PART = LOADS < 4 ? LOADS : LOADS % 4 ? 5 : 4, WORDS = F32 ? 2 : 3;
+    constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS || (F32 && PRO == MK_ONE_FAR), HEADS = PRO == MK_ONE_HEADS;
+    static_assert(LOADS % PART == 0, "parts are whole");
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *p = &f->plan;
@@ -313,7 +314,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
         factor = shift.inverse;
 #pragma unroll
         for (uint32_t j = 0; j < LOADS; j++) {
-            if (j == PART && group0 + value[j] >= k) break;
+            if (j && j % PART == 0 && group0 + value[j] >= k) break;
             const uint32_t to = to0 + 2 * value[j], a = mk_f16_pair_shifted(q[j].x, shift.less), b = mk_f16_pair_shifted(q[j].y, shift.less);
             const bool has = wanted & 1u << j;
             if (F32) {
@@ -348,10 +349,10 @@ MK_DEV bool mk_map_used(uint32_t m)
     return MK_MAP_VALUES(m) || MK_MAP_TRAILER(m) < 3;
 }
 /* One row of h, its packets dealt, for EXPERT_UP and LM_HEAD. */
-template <uint32_t FORM> MK_CALL void mk_gather_one(const mk_insn *in)
+template <uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
-    mk_take<true, FORM, MK_ONE_RMS>(d, in, d->memo->parity);
+    mk_take<true, FORM, PRO>(d, in, d->memo->parity);
 }
 MK_DEV bool mk_is_whole(const mk_plan *p, uint32_t nrows)
 {
@@ -587,8 +588,11 @@ MK_DEV void mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint32_t 
         memo->parity ^= 1; /* sums and scales of the vector before may still be read */
     }
     __syncwarp();
-    if (p->dealt && sh->step.nrows == 1)
-        p->x.form == MK_X_F16 ? mk_gather_one<MK_X_F16>(in) : mk_gather_one<MK_X_BF16>(in);
+    const uint32_t dealt = sh->step.nrows == 1 ? p->dealt : 0;
+    if (dealt == 1)
+        p->x.form == MK_X_F16 ? mk_gather_one<MK_X_F16, MK_ONE_RMS>(in) : mk_gather_one<MK_X_BF16, MK_ONE_RMS>(in);
+    else if (dealt)
+        p->x.form == MK_X_F16 ? mk_gather_one<MK_X_F16, MK_ONE_FAR>(in) : mk_gather_one<MK_X_BF16, MK_ONE_FAR>(in);
     else
         mk_gather(in, c0, n, c0 != 0);
     mk_sync();

@@ -19,7 +19,7 @@ MK_DEV void mk_router_load(uint4 (&w)[MK_ROUTER_ROWS], uint32_t at, uint32_t n)
  * values that are left for mk_stage_again. Sums: a thread's chunks, then lanes (mk_warp_eight), then warps. */
 template <uint32_t ROWS> MK_CALL void mk_router(const mk_insn *in)
 {
-    constexpr uint32_t LOADS = MK_LOADS_OF(MK_ONE_RMS);
+    constexpr uint32_t LOADS = MK_LOADS_OF(true, MK_ONE_RMS);
     const mk_dev here = mk_here(in), *d = &here;
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);

@@ -168,7 +168,7 @@ typedef struct mk_plan {
     uint8_t one;              /* what runs in a step of one row: MK_ONE, MK_ONE_*; 0: the opcode */
     uint8_t f32;              /* packets carry f32 */
     uint8_t head_shift;       /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
-    uint8_t dealt;            /* EXPERT_UP, LM_HEAD: one row is gathered as its packets are dealt; EXPERT_DOWN: its pairs are gathered at once */
+    uint8_t dealt;            /* EXPERT_UP, LM_HEAD: 1, 2: one row is gathered as its packets are dealt, by MK_ONE_RMS, MK_ONE_FAR; EXPERT_DOWN: its pairs are gathered at once */
     uint32_t beside;          /* a GEMV of one row: bytes of the staging area before its own input that it leaves alone. MLA_PARTIAL: how many such GEMVs stand before it */
     uint32_t end;             /* MK_END_*; the gate's word in its packet << 8. EXPERT_DOWN, MLA_PARTIAL: MK_END_ASIDE */
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
@@ -187,12 +187,13 @@ enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, pro) (0x40u | (f32) | (form) << 1 | (pro) << 3)
 #define MK_IS_ONE(run) ((run) - 0x40u < 0x30u)
-enum { MK_ONE_PLAIN = 0, MK_ONE_RMS = 1, MK_ONE_HEADS = 2, MK_ONE_LONG = 3, MK_ONE_SHORT = 4 }; /* prologues; LONG, SHORT: none, but more or fewer packets */
+enum { MK_ONE_PLAIN = 0, MK_ONE_RMS = 1, MK_ONE_HEADS = 2, MK_ONE_LONG = 3, MK_ONE_SHORT = 4, MK_ONE_FAR = 5 }; /* prologues; LONG, SHORT, FAR: none, but more or fewer packets; FAR of f32: RMS */
+#define MK_IS_FAR(one) ((one) >= MK_ONE(0u, 0u, MK_ONE_FAR))
 /* Those that there are. */
 #define MK_ONES(X) \
-    X(true, MK_X_F16, MK_ONE_RMS) X(true, MK_X_F32, MK_ONE_RMS) X(true, MK_X_BF16, MK_ONE_RMS) \
-    X(false, MK_X_F16, MK_ONE_PLAIN) X(false, MK_X_F16, MK_ONE_RMS) X(false, MK_X_F16, MK_ONE_HEADS) X(false, MK_X_F16, MK_ONE_LONG) X(false, MK_X_F16, MK_ONE_SHORT) \
-    X(false, MK_X_BF16, MK_ONE_PLAIN) X(false, MK_X_BF16, MK_ONE_RMS) X(false, MK_X_BF16, MK_ONE_HEADS) X(false, MK_X_BF16, MK_ONE_LONG) X(false, MK_X_BF16, MK_ONE_SHORT)
+    X(true, MK_X_F16, MK_ONE_RMS) X(true, MK_X_F32, MK_ONE_RMS) X(true, MK_X_BF16, MK_ONE_RMS) X(true, MK_X_F16, MK_ONE_FAR) X(true, MK_X_BF16, MK_ONE_FAR) \
+    X(false, MK_X_F16, MK_ONE_PLAIN) X(false, MK_X_F16, MK_ONE_RMS) X(false, MK_X_F16, MK_ONE_HEADS) X(false, MK_X_F16, MK_ONE_LONG) X(false, MK_X_F16, MK_ONE_SHORT) X(false, MK_X_F16, MK_ONE_FAR) \
+    X(false, MK_X_BF16, MK_ONE_PLAIN) X(false, MK_X_BF16, MK_ONE_RMS) X(false, MK_X_BF16, MK_ONE_HEADS) X(false, MK_X_BF16, MK_ONE_LONG) X(false, MK_X_BF16, MK_ONE_SHORT) X(false, MK_X_BF16, MK_ONE_FAR)
 enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND whose row the partials write */
        MK_ONE_GQA = 0x71, MK_ONE_MLA = 0x72,
        MK_ONE_NONE = 0x73, /* nothing at all: COMBINE of a row whose partials publish what it would */
@@ -474,7 +475,7 @@ MK_BOTH uint32_t mk_staged_bytes(uint32_t k, uint32_t form)
     return mk_row_stride(k) * (form == MK_X_F32 ? MK_PLANES_F32 : 1);
 }
 /* Packets of a thread, of one row whose packets are dealt. */
-#define MK_LOADS_OF(pro) ((pro) == MK_ONE_LONG ? 8u : (pro) == MK_ONE_SHORT ? 1u : 4u)
+#define MK_LOADS_OF(f32, pro) ((pro) == MK_ONE_FAR ? (f32) ? 10u : 12u : (pro) == MK_ONE_LONG ? 8u : (pro) == MK_ONE_SHORT ? 1u : 4u)
 static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 32) <= MK_STAGING, "three planes of a chunk fit the staging area");
 
 #ifdef __CUDACC__

@@ -54,9 +54,10 @@ static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
     mk_deal d;
     if (k % 64 || (v->trailer && !p->x.norm_group) || !mk_vec_deal(v, start, w->slice0, w->nslice, p->x.in_off, k, p->x.norm_group, &d)) return 0;
     const uint32_t groups = (k + d.values - 1) / d.values, turns = (groups + MK_WARPS - 1) / MK_WARPS * (d.packets > 32 ? 2 : 1);
-    const uint32_t pro = p->x.prologue == MK_PRO_RMS ? MK_ONE_RMS : p->x.norm_group ? MK_ONE_HEADS : turns == 1 ? MK_ONE_SHORT : turns <= MK_LOADS_OF(MK_ONE_PLAIN) ? MK_ONE_PLAIN : MK_ONE_LONG;
+    const uint32_t length = turns == 1 ? MK_ONE_SHORT : turns <= MK_LOADS_OF(0, MK_ONE_PLAIN) ? MK_ONE_PLAIN : turns <= MK_LOADS_OF(0, MK_ONE_LONG) ? MK_ONE_LONG : MK_ONE_FAR;
+    const uint32_t pro = p->x.prologue == MK_PRO_RMS ? p->f32 && turns > MK_LOADS_OF(1, MK_ONE_RMS) ? MK_ONE_FAR : MK_ONE_RMS : p->x.norm_group ? MK_ONE_HEADS : length;
     const uint32_t one = one_of(p->f32, form, pro), trailers = p->x.norm_group ? 128 * groups : 0;
-    if (!one || turns > MK_LOADS_OF(pro) || mk_staged_bytes(k, form) + trailers > MK_STAGING) return 0;
+    if (!one || turns > MK_LOADS_OF(p->f32, pro) || mk_staged_bytes(k, form) + trailers > MK_STAGING) return 0;
     const mk_hands hands = {(uint8_t)d.packets, (uint8_t)d.values, (uint8_t)d.slice, (uint8_t)d.per};
     p->hands = hands;
     p->skip = (uint16_t)(d.per == 1 ? (p->x.in_off - start[w->slice0]) / d.slice : 0);
@@ -110,7 +111,7 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
     p.packets = in->wait[0].nslice * vec->slice_packets;
     p.map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * vec->slice_packets;
     const uint32_t one = deal(g, in, &p);
-    p.dealt = one && (lm || up);
+    p.dealt = !one || !(lm || up) ? 0 : MK_IS_FAR(one) ? 2 : 1;
     if (in->opcode == MK_OP_GEMV && one) {
         const mk_vec *to = &g->prog->vec[in->signal_vec];
         const int gated = v->epilogue == MK_EPI_GATED, adds = gated || v->epilogue == MK_EPI_ADD;
