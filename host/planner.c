@@ -162,8 +162,8 @@ uint32_t mk_even_rows(const mk_part *p, uint32_t workers)
     return 0;
 }
 
-/* What the busiest worker may read more: 0.6 us of an H200's reading, or little of the phase. Looking each packet of a vector up costs every worker about as much. */
-#define EVEN_BYTES 20e3
+/* What the busiest worker may read more: 0.9 us of an H200's reading, or little of the phase. Looking each packet of a vector up costs every worker about as much. */
+#define EVEN_BYTES 30e3
 #define EVEN_PART  0.06
 int mk_even_pays(double even, double best)
 {

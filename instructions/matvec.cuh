@@ -212,6 +212,37 @@ MK_DEV void mk_factor_put(uint32_t k, uint32_t values, uint32_t group, uint32_t 
     for (uint32_t v = group * values, end = v + values; v < end && v < k; v += 64) *to++ = factor;
 }
 
+/* Stages a vector of one row without a prologue whose slices are not alike, where there is a thread a packet: the host's map says what it carries. No barrier behind it yet. */
+template <uint32_t FORM> MK_DEV void mk_take_each(const mk_dev *d, const mk_insn *in)
+{
+    constexpr bool FP8 = FORM == MK_X_F16;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const uint32_t k = p->x.k, at[1] = {min(d->tid, p->packets - 1)}, map = __ldg(d->a->map + p->map + at[0]), first = MK_MAP_FIRST(map) - p->x.in_off; /* wraps */
+    const uint32_t count = d->tid < p->packets ? MK_MAP_VALUES(map) : 0, to = mk_smem(d->sh->staging) + p->beside + 2 * first;
+    bool has[6], any = false;
+#pragma unroll
+    for (uint32_t e = 0; e < 6; e++) any |= has[e] = e < count && first + e < k;
+    uint4 x[1] = {};
+    mk_packets_wait<1, true>(f->place.in[0], at, any, f->place.epoch[0], 0, 0, 0, x);
+    uint32_t w[3] = {x[0].x, x[0].y, x[0].z};
+    if (FP8) {
+        uint32_t top = 0;
+#pragma unroll
+        for (uint32_t e = 0; e < 6; e++)
+            if (has[e]) top = max(top, w[e / 2] >> (16 * (e & 1)) & 0x7fffu);
+        mk_row_top(d, 0, top);
+        mk_sync();
+        const mk_f16_shift shift = mk_row_shift(d, p, 0, 0);
+#pragma unroll
+        for (uint32_t i = 0; i < 3; i++) w[i] = mk_f16_pair_shifted(w[i], shift.less);
+        if (d->tid < k / 64) d->sh->factor[p->beside / 128 + d->tid] = shift.inverse;
+    }
+#pragma unroll
+    for (uint32_t e = 0; e < 6; e++)
+        if (has[e]) mk_sts16(to + 2 * e, w[e / 2] >> (16 * (e & 1)));
+}
+
 /* Stages the instruction's vector, of one row, out of its packets. What does not depend on them is worked out before they are waited for. No barrier behind it yet. parity: of
  * its sums of squares. */
 template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_dev *d, const mk_insn *in, uint32_t parity)
@@ -223,6 +254,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *p = &f->plan;
     const mk_hands g = p->hands;
+    if (PRO == MK_ONE_FAR && !F32 && !g.packets) return mk_take_each<FORM>(d, in);
     const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + p->beside, behind = staged + mk_staged_bytes(k, FORM), plane = mk_row_stride(k);
     const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<F32>(g);

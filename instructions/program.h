@@ -90,7 +90,7 @@ typedef struct mk_deal {
 } mk_deal;
 #define MK_DEAL_WARPS   8u  /* that gather a vector, */
 #define MK_DEAL_PACKETS 32u /* a lane of theirs a packet at a time */
-#define MK_DEAL_LOADS   12u /* so often at most */
+#define MK_DEAL_LOADS   16u /* so often at most */
 #define MK_DEAL_VALUES  64u /* a group holds whole K blocks of any weights: a multiple of so many values */
 #define MK_DEAL_ROW     192u /* values of a group of a row without gaps: the fewest that are whole K blocks and whole packets */
 static_assert(MK_DEAL_ROW % MK_DEAL_VALUES == 0 && MK_DEAL_ROW == 6 * MK_DEAL_PACKETS, "mk_vec_deal");

@@ -187,7 +187,7 @@ enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, pro) (0x40u | (f32) | (form) << 1 | (pro) << 3)
 #define MK_IS_ONE(run) ((run) - 0x40u < 0x30u)
-enum { MK_ONE_PLAIN = 0, MK_ONE_RMS = 1, MK_ONE_HEADS = 2, MK_ONE_LONG = 3, MK_ONE_SHORT = 4, MK_ONE_FAR = 5 }; /* prologues; LONG, SHORT, FAR: none, but more or fewer packets; FAR of f32: RMS */
+enum { MK_ONE_PLAIN = 0, MK_ONE_RMS = 1, MK_ONE_HEADS = 2, MK_ONE_LONG = 3, MK_ONE_SHORT = 4, MK_ONE_FAR = 5 }; /* prologues; LONG, SHORT, FAR: none, but more or fewer packets; FAR of f32: RMS; FAR of bf16 that are not dealt: a packet a thread */
 #define MK_IS_FAR(one) ((one) >= MK_ONE(0u, 0u, MK_ONE_FAR))
 /* Those that there are. */
 #define MK_ONES(X) \
@@ -475,7 +475,7 @@ MK_BOTH uint32_t mk_staged_bytes(uint32_t k, uint32_t form)
     return mk_row_stride(k) * (form == MK_X_F32 ? MK_PLANES_F32 : 1);
 }
 /* Packets of a thread, of one row whose packets are dealt. */
-#define MK_LOADS_OF(f32, pro) ((pro) == MK_ONE_FAR ? (f32) ? 10u : 12u : (pro) == MK_ONE_LONG ? 8u : (pro) == MK_ONE_SHORT ? 1u : 4u)
+#define MK_LOADS_OF(f32, pro) ((pro) == MK_ONE_FAR ? (f32) ? 10u : 16u : (pro) == MK_ONE_LONG ? 8u : (pro) == MK_ONE_SHORT ? 1u : 4u)
 static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 32) <= MK_STAGING, "three planes of a chunk fit the staging area");
 
 #ifdef __CUDACC__

@@ -52,7 +52,11 @@ static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
     const mk_vec *v = &g->prog->vec[w->vec];
     const uint32_t *start = mk_vec_starts(g->prog, v), k = p->x.k, form = p->x.form;
     mk_deal d;
-    if (k % 64 || (v->trailer && !p->x.norm_group) || !mk_vec_deal(v, start, w->slice0, w->nslice, p->x.in_off, k, p->x.norm_group, &d)) return 0;
+    if (k % 64 || (v->trailer && !p->x.norm_group)) return 0;
+    if (!mk_vec_deal(v, start, w->slice0, w->nslice, p->x.in_off, k, p->x.norm_group, &d)) {
+        const int each = !p->f32 && p->x.prologue == MK_PRO_NONE && p->packets <= MK_COMPUTE && mk_staged_bytes(k, form) <= MK_STAGING;
+        return each ? one_of(0, form, MK_ONE_FAR) : 0;
+    }
     const uint32_t groups = (k + d.values - 1) / d.values, turns = (groups + MK_WARPS - 1) / MK_WARPS * (d.packets > 32 ? 2 : 1);
     const uint32_t length = turns == 1 ? MK_ONE_SHORT : turns <= MK_LOADS_OF(0, MK_ONE_PLAIN) ? MK_ONE_PLAIN : turns <= MK_LOADS_OF(0, MK_ONE_LONG) ? MK_ONE_LONG : MK_ONE_FAR;
     const uint32_t pro = p->x.prologue == MK_PRO_RMS ? p->f32 && turns > MK_LOADS_OF(1, MK_ONE_RMS) ? MK_ONE_FAR : MK_ONE_RMS : p->x.norm_group ? MK_ONE_HEADS : length;
