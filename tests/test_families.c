@@ -36,7 +36,7 @@ typedef struct planned {
 
 /* Phases that a cut into whole rows leaves at most this many per cent over the mean, of files whose names begin so: the exceptions listed in
  * tests/fixtures/configs/README.md. What a reason names may stay 3.15 % over it (33/32: a multiple of 128 rows on 132 workers) without being listed. Where slices are alike
- * the busiest worker may have 20 KB or 6 % more than without, an instruction counted as 90 KB. */
+ * the busiest worker may have 30 KB or 6 % more than without, an instruction counted as 90 KB. */
 static double excess_of_rows(const char *name, const char *phase)
 {
     static const struct {
@@ -55,7 +55,7 @@ static double excess_allowed(const char *name, const mk_phase *f)
 {
     double rows = excess_of_rows(name, f->name), mean = (double)f->total / 132, more = 0.06 * (mean * (1 + rows) + 90e3);
     if (!f->reason) return 0.03;
-    return strstr(f->reason, "alike") ? rows + (more > 20e3 ? more : 20e3) / mean : rows;
+    return strstr(f->reason, "alike") ? rows + (more > 30e3 ? more : 30e3) / mean : rows;
 }
 
 static void plan(const planned *p)
@@ -232,9 +232,7 @@ static const struct {
 } not_dealt[] = {
     {"moonlight-16b", "ffn"}, /* 11,264 pairs: slices that can be dealt leave the busiest worker 90 pairs or more, 86 are even; one layer */
     {"glm-4.7-flash", "ffn"}, /* 10,240 pairs: 96 instead of 78; one layer */
-    {"glm52-mla", "qa"},      /* 2,048 rows of 6 KB beside 576 others: 24 a worker instead of 20 */
-    {"glm52-mla", "lat"},     /* COMBINE's slices are 256 values, 43 packets */
-    {"glm52-mla", "v"},       /* 16,384 values are more than eight warps gather at eight packets a lane */
+    {"glm52-mla", "lat"},     /* COMBINE's slices are 256 values, 43 packets: its readers have a thread a packet */
 };
 
 static int is_dealt(const mk_program *p, const mk_insn *in)

@@ -27,11 +27,12 @@ to() { "${@:2}" >"$OUT/$1"; } # a command that prints its report
 export -f to
 export T
 
-ALL='gpu opcodes diff setup tear latency trace residency inject synth memcheck racecheck'
+ALL='gpu opcodes diff rows setup tear latency trace residency inject synth memcheck racecheck'
 for p in ${PARTS:-}; do case " $ALL " in *" $p "*) ;; *) echo "check-gpu: no part \"$p\", there are: $ALL" >&2; exit 2 ;; esac; done
 part gpu 240 "$T/test_gpu"                                       # goldens, row invariance, epochs that wrap, one entry for many tokens, hang
 part opcodes 120 "$T/test_opcodes"                               # every opcode at tiny and real shapes
 part diff 240 bash tests/gpu/test_diff.sh                        # every family, instruction by instruction and in free runs
+part rows 240 bash tests/gpu/test_rows.sh                        # one row a step and eight, at published sizes: the same bits
 part setup 120 "$T/test_setup"                                   # packing and derived weights on the GPU
 part tear 60 bash -c 'to bus.json "$T/bus"; to tear.json "$T/tear"' # packets across the bus; 10^9 packets under a full stream
 part latency 60 bash -c 'to latency.json "$T/latency"'           # idle to first instruction, token to polling thread
