@@ -394,6 +394,7 @@ MK_DEV void trace_done(mk_shared *sh, uint32_t slot, uint32_t *noted, uint32_t *
 /* What is done aside, what was before it being done. All lanes. at: in the queue; after: behind which instruction, counted as they are fed. */
 MK_DEV void hand_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f, uint32_t at, uint32_t after, uint32_t lane)
 {
+    __syncwarp(); /* its places are there */
 #pragma unroll 1
     for (uint32_t k = lane; k < sizeof(mk_fed) / 16; k += 32) ((uint4 *)&sh->aside)[k] = ((const uint4 *)f)[k];
     __syncwarp();
