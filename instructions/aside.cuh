@@ -2,8 +2,9 @@
  *
  * MLA_PARTIAL's queries, of a worker's first item: mk_mla_aside (mla_partial.cuh). They begin when what comes before the GEMVs that make q~ has ended; these leave the queries' place alone.
  *
- * GEMVs: the shared expert's way down is not an instruction of the compute warps. It is done while those route and are at the chosen experts; EXPERT_DOWN, which adds its result, waits for it. One of them does what two compute warps would, one in each group, one after the other, in the order of product.cuh and
- * matvec.cuh: the bits are the same. Their code is loops, because what a layer runs of code is what it waits for, and they have time.
+ * GEMVs: the shared expert's way down is not an instruction of the compute warps. It is done while those route and are at the chosen experts; EXPERT_DOWN, which adds its result, waits
+ * for it. One of them does what two compute warps would, one in each group, one after the other, in the order of product.cuh and matvec.cuh: the bits are the same. Their code is loops,
+ * because what a layer runs of code is what it waits for, and they have time.
  *
  * Which GEMVs: aside_of in plans.cuh. They begin when ROUTE has ended; from then on until EXPERT_DOWN has seen that they are done nobody else is at the static ring, nor in the upper part
  * of the staging area. The packets that they read are there until EXPERT_DOWN publishes. */
