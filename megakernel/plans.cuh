@@ -338,7 +338,7 @@ static uint32_t aside_of(const mk_insn *insn, const mk_plan *plan, uint32_t firs
 {
     const mk_insn *in = &insn[k];
     const mk_plan *p = &plan[k];
-    if (in->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || p->f32 || p->x.prologue != MK_PRO_NONE || k == first || k + 1 >= end) return 0;
+    if (in->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || !p->hands.packets || p->f32 || p->x.prologue != MK_PRO_NONE || k == first || k + 1 >= end) return 0; /* dealt: mk_aside_stage */
     if (!(p->end & MK_END_TO_LOCAL) || p->end & (MK_END_SILU | MK_END_FROM_LOCAL) || p->tile.rows > MK_ASIDE_ROWS || p->tile.nst % MK_GROUPS || p->tile.nst > MK_STATIC_STAGES) return 0;
     if (mk_staged_bytes(p->x.k, p->x.form) + 128 + 4 * MK_WARPS * MK_ASIDE_ROWS > MK_STAGING - MK_UPPER) return 0;
     const int early = insn[k - 1].opcode == MK_OP_ROUTE; /* EXPERT_UP comes behind it */
