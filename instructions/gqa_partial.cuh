@@ -4,6 +4,9 @@
  * the eight warps, so that a warp has keys, scores, probabilities and values of its tokens to itself: p = exp(s - max) rounded to bf16 with the warp's own running maximum,
  * and no barrier but one before the warps' sums are added, ascending. All loads are asked for before the queries are there. Queries lie in the staging area in bf16, up to
  * eight at a time, with a second plane, x - bf16(x), in the rows of the operand that they leave free.
+ *
+ * Heads of more than 128 channels are dealt otherwise, for eight warps' sums of eight such heads would be 64 KB to add: a page at a time, a warp has the scores of its eight tokens, and 32 channels
+ * of the values of all 64. The scores go through shared memory, one barrier a page, and every warp makes all probabilities of them.
  * The order of every sum is a function of the split alone. */
 #ifndef MK_GQA_PARTIAL_CUH
 #define MK_GQA_PARTIAL_CUH
@@ -11,8 +14,9 @@
 #include "instructions/attention.cuh"
 #include "instructions/gqa_append.cuh"
 
-#define MK_GQA_CHUNK 128u /* channels of the warps' sums that lie in shared memory at a time */
-#define MK_LOG2E     1.44269504f
+#define MK_GQA_CHUNK     128u /* channels of a head, at most, whose sums are every warp's */
+#define MK_GQA_SCORE_ROW 72u  /* floats of a head's scores of a page: heads fall into different banks */
+#define MK_LOG2E         1.44269504f
 
 /* The newest token's key and value in bf16. A step of one row takes them from the packets, so that it need not wait for the cache; they stand in for every token from
  * theirs on: what lies in the cache there may be anything, a NaN as well. */
@@ -30,7 +34,7 @@ MK_DEV mk_gqa_stats *mk_gqa_stats_at(mk_shared *sh)
     static_assert(sizeof sh->red >= sizeof(mk_gqa_stats), "they fit");
     return (mk_gqa_stats *)((uint8_t *)(sh->red + MK_RED_FLOATS) - sizeof(mk_gqa_stats));
 }
-/* Behind the queries: first what they are made of, then the warps' sums and the heads' outputs. */
+/* Behind the queries: first what they are made of, then the warps' sums, or two pages' scores, and the heads' outputs. */
 MK_DEV float *mk_gqa_scratch(mk_shared *sh, uint32_t dim)
 {
     static_assert(4 * MK_GQA_DIM * MK_GQA_HEADS + 4 * MK_WARPS * MK_GQA_HEADS * MK_GQA_CHUNK + 4 * MK_GQA_DIM * MK_GQA_HEADS + sizeof(mk_gqa_stats) <=
@@ -48,8 +52,15 @@ typedef struct mk_gqa_split {
 
 template <uint32_t NB> struct mk_gqa_regs { /* a lane (g, l) has channels 8 l .. 8 l + 7 of every block of 32 of token g of its tiles */
     static constexpr uint32_t TILES = 8 / NB;
-    uint4 k[TILES][NB], v[TILES][NB];
+    uint4 k[TILES][NB], v[TILES][NB]; /* NB = 8: v[0] of the warp's block, by tiles */
 };
+/* 16 bytes, if there are any; else *to stays. */
+MK_DEV void mk_gqa_16(uint4 *to, const uint8_t *at, bool has)
+{
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "+r"(to->x), "+r"(to->y), "+r"(to->z), "+r"(to->w)
+                 : "l"(at), "r"((uint32_t)has));
+}
 
 /* The warp's tiles of the pages from number `page` on: keys (which = 0) or values (1). Beyond the last token: the last one's. ids: a lane has the id of page
  * (page & ~31) + lane. */
@@ -64,10 +75,18 @@ template <uint32_t NB> MK_DEV void mk_gqa_load(uint4 (*r)[NB], const mk_gqa_spli
         const uint32_t id = __shfl_sync(0xffffffffu, ids, (page + k) & 31), t = min(warp * 8 + lane / 4, left - k * MK_PAGE - 1);
         const uint8_t *at = x->base + id * x->page_bytes + ((which * MK_PAGE + t) * x->dim + lane % 4 * 8) * 2;
 #pragma unroll
-        for (uint32_t b = 0; b < NB; b++)
-            asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
-                         : "+r"(r[k][b].x), "+r"(r[k][b].y), "+r"(r[k][b].z), "+r"(r[k][b].w)
-                         : "l"(at + b * 64), "r"((uint32_t)(b * 32 + lane % 4 * 8 < x->dim)));
+        for (uint32_t b = 0; b < NB; b++) mk_gqa_16(&r[k][b], at + b * 64, b * 32 + lane % 4 * 8 < x->dim);
+    }
+}
+/* Values of the warp's block of 32 channels, all tiles of page number `page`. */
+MK_DEV void mk_gqa_load_block(uint4 *v, const mk_gqa_split *x, uint32_t ids, uint32_t page, uint32_t warp, uint32_t lane)
+{
+    const uint32_t last = x->n - page * MK_PAGE - 1, c = warp * 32 + lane % 4 * 8;
+    const uint8_t *at = x->base + __shfl_sync(0xffffffffu, ids, page & 31) * x->page_bytes + (MK_PAGE * x->dim + c) * 2;
+#pragma unroll
+    for (uint32_t k = 0; k < MK_PAGE / 8; k++) {
+        v[k] = make_uint4(0, 0, 0, 0);
+        mk_gqa_16(&v[k], at + min(k * 8 + lane / 4, last) * x->dim * 2, c < x->dim);
     }
 }
 
@@ -77,17 +96,8 @@ MK_DEV uint32_t mk_gqa_ids(const mk_gqa_split *x, uint32_t page, uint32_t lane)
     return __ldcg(x->pages + min(page + lane, (x->n - 1) / MK_PAGE));
 }
 
-/* mma m16n8k8. */
-MK_DEV void mk_mma_half(float *c, uint32_t a0, uint32_t a1, uint32_t b)
-{
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(b));
-}
-
 /* The first pages stand in registers, the queries in shared memory. fresh: token of the split from which on mk_gqa_fresh holds key and value. ONE: of one row; else the lane's
- * head sees the first `sees` tokens of the split, perhaps none of a warp's. Leaves the warps' sums of the first MK_GQA_CHUNK channels in shared memory, and their statistics;
- * *acc has the others. */
+ * head sees the first `sees` tokens of the split, perhaps none of a warp's. Leaves the warps' sums in *acc, and their statistics in shared memory. */
 template <uint32_t NB, bool ONE>
 MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split *x, uint32_t ids, uint32_t fresh, uint32_t heads, uint32_t sees, float scale, uint32_t warp, uint32_t lane,
                           float (*acc)[2][4])
@@ -162,15 +172,10 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
                 for (uint32_t b = 0; b < NB; b++) {
                     const uint4 u = m->v[k][b];
                     const uint32_t u0 = mk_turn(u.x), u1 = mk_turn(u.y), u2 = mk_turn(u.z), u3 = mk_turn(u.w);
-                    if (T == 1) {
-                        mk_mma_half(acc[b][0], u0, u1, p[0]);
-                        mk_mma_half(acc[b][1], u2, u3, p[0]);
-                    } else {
-                        const uint4 w = m->v[(k + 1) % T][b];
-                        const uint32_t w0 = mk_turn(w.x), w1 = mk_turn(w.y), w2 = mk_turn(w.z), w3 = mk_turn(w.w);
-                        mk_mma(acc[b][0], u0, u1, w0, w1, p[k], p[(k + 1) % T]);
-                        mk_mma(acc[b][1], u2, u3, w2, w3, p[k], p[(k + 1) % T]);
-                    }
+                    const uint4 w = m->v[k + 1][b];
+                    const uint32_t w0 = mk_turn(w.x), w1 = mk_turn(w.y), w2 = mk_turn(w.z), w3 = mk_turn(w.w);
+                    mk_mma(acc[b][0], u0, u1, w0, w1, p[k], p[k + 1]);
+                    mk_mma(acc[b][1], u2, u3, w2, w3, p[k], p[k + 1]);
                 }
             }
             if (more) mk_gqa_load<NB>(m->v, x, ids, next, 1, warp, lane);
@@ -185,19 +190,98 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
     }
 }
 
-/* A warp's sums of the channels from block b0 on into shared memory: [warp][head][n]. Lane (g, l) has channels 8 (g / 2) + (g mod 2) + 0, 2, 4, 6 of a block and of heads
- * 2 l and 2 l + 1: two neighbours make four consecutive ones of it. */
+/* The same of channels of up to 256. The warp's sums of its block of channels are in *acc, the largest score and sum p of the lane's head in *most and *all. */
+template <bool ONE>
+MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_split *x, uint32_t ids, uint32_t fresh, uint32_t sees, float scale, uint32_t warp, uint32_t lane, float (*acc)[4],
+                                 float *most, float *all)
+{
+    const uint32_t g = lane / 4, l = lane % 4, blocks = (x->dim + 31) / 32, block = warp * 32 + 8 * l;
+    float top = -INFINITY, sum = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < 8; k++) acc[k / 4][k % 4] = 0;
+#pragma unroll 1
+    for (uint32_t page = 0; page * MK_PAGE < x->n; page++) {
+        const uint32_t first = page * MK_PAGE, next = page + 1, end = ONE ? x->n : sees;
+        const bool more = next * MK_PAGE < x->n;
+        if (more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
+        if (fresh < first + MK_PAGE) {
+            const uint8_t *key = mk_gqa_fresh(sh) + 16 * l, *value = mk_gqa_fresh(sh) + 2 * (x->dim + block);
+#pragma unroll
+            for (uint32_t b = 0; b < 8; b++) {
+                if (first + warp * 8 + g >= fresh && b * 32 + 8 * l < x->dim) m->k[0][b] = *(const uint4 *)(key + 64 * b);
+                if (first + b * 8 + g >= fresh && block < x->dim) m->v[0][b] = *(const uint4 *)value;
+            }
+        }
+        float c[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (uint32_t b = 0; b < 8; b++) {
+            if (b >= blocks) break;
+            const mk_att_left q = mk_att_query(sh->staging + lane * 16, b);
+            mk_att_dot(c, &q, m->k[0][b]);
+        }
+        if (more) mk_gqa_load<8>(m->k, x, ids, next, 0, warp, lane);
+        /* those of the page before are being read */
+        float *score = mk_gqa_scratch(sh, x->dim) + ((page & 1) * MK_GQA_HEADS + g) * MK_GQA_SCORE_ROW + 2 * l;
+        const uint32_t t = first + warp * 8 + 2 * l;
+        *(float2 *)(score + warp * 8) = make_float2(t < end ? __fmul_rn(__fadd_rn(c[0], c[2]), scale) : -INFINITY, t + 1 < end ? __fmul_rn(__fadd_rn(c[1], c[3]), scale) : -INFINITY);
+        mk_sync();
+        float2 y[8];
+        const float before = top;
+#pragma unroll
+        for (uint32_t k = 0; k < 8; k++) {
+            y[k] = *(const float2 *)(score + k * 8);
+            top = fmaxf(top, fmaxf(y[k].x, y[k].y));
+        }
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        const float base = ONE || top > -INFINITY ? top : 0; /* p of a head that has seen nothing yet is 0 */
+        const float shrink = mk_exp2(__fmul_rn(before - base, MK_LOG2E));
+        uint32_t p[8];
+        sum = __fmul_rn(sum, shrink);
+#pragma unroll
+        for (uint32_t k = 0; k < 8; k++) {
+            p[k] = mk_pack_bf16(mk_exp2(__fmul_rn(y[k].x - base, MK_LOG2E)), mk_exp2(__fmul_rn(y[k].y - base, MK_LOG2E)));
+            sum = __fadd_rn(sum, __fadd_rn(mk_bf16_value(p[k] & 0xffffu), __uint_as_float(p[k] & 0xffff0000u)));
+        }
+        if (page) {
+            const float s0 = __shfl_sync(0xffffffffu, shrink, 8 * l), s1 = __shfl_sync(0xffffffffu, shrink, 8 * l + 4);
+#pragma unroll
+            for (uint32_t k = 0; k < 8; k++) acc[k / 4][k % 4] = __fmul_rn(acc[k / 4][k % 4], k & 1 ? s1 : s0);
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < 8; k += 2) {
+            const uint4 u = m->v[0][k], w = m->v[0][k + 1];
+            const uint32_t u0 = mk_turn(u.x), u1 = mk_turn(u.y), u2 = mk_turn(u.z), u3 = mk_turn(u.w);
+            const uint32_t w0 = mk_turn(w.x), w1 = mk_turn(w.y), w2 = mk_turn(w.z), w3 = mk_turn(w.w);
+            mk_mma(acc[0], u0, u1, w0, w1, p[k], p[k + 1]);
+            mk_mma(acc[1], u2, u3, w2, w3, p[k], p[k + 1]);
+        }
+        if (more) mk_gqa_load_block(m->v[0], x, ids, next, warp, lane);
+    }
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    *most = top;
+    *all = sum;
+}
+
+/* A lane (g, l) has sums of channels 8 (g / 2) + (g mod 2) + 0, 2, 4, 6 of a block and of heads 2 l and 2 l + 1: of head 2 l + j two neighbours make four consecutive ones, from 4 g on. */
+MK_DEV float4 mk_gqa_four(const float (*acc)[4], uint32_t j, uint32_t g)
+{
+    const float y0 = acc[0][j], y1 = acc[0][2 + j], y2 = acc[1][j], y3 = acc[1][2 + j];
+    const float z0 = __shfl_xor_sync(0xffffffffu, g & 1 ? y0 : y2, 4), z1 = __shfl_xor_sync(0xffffffffu, g & 1 ? y1 : y3, 4);
+    return g & 1 ? make_float4(z0, y2, z1, y3) : make_float4(y0, z0, y1, z1);
+}
+/* A warp's sums into shared memory: [warp][head][n]. */
 template <uint32_t NB> MK_DEV void mk_gqa_put(float *to, const float (*acc)[2][4], uint32_t n, uint32_t heads, uint32_t lane)
 {
     const uint32_t g = lane / 4, l = lane % 4;
 #pragma unroll
-    for (uint32_t b = 0; b < (NB < 4 ? NB : 4); b++)
+    for (uint32_t b = 0; b < NB; b++)
 #pragma unroll
         for (uint32_t j = 0; j < 2; j++) {
-            const float y0 = acc[b][0][j], y1 = acc[b][0][2 + j], y2 = acc[b][1][j], y3 = acc[b][1][2 + j]; /* channels + 0, 2, 4, 6 */
-            const float z0 = __shfl_xor_sync(0xffffffffu, g & 1 ? y0 : y2, 4), z1 = __shfl_xor_sync(0xffffffffu, g & 1 ? y1 : y3, 4);
+            const float4 y = mk_gqa_four(acc[b], j, g);
             const uint32_t h = 2 * l + j, c = b * 32 + 4 * g;
-            if (h < heads && c < n) *(float4 *)(to + h * n + c) = g & 1 ? make_float4(z0, y2, z1, y3) : make_float4(y0, z0, y1, z1);
+            if (h < heads && c < n) *(float4 *)(to + h * n + c) = y;
         }
 }
 
@@ -213,63 +297,80 @@ MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc)[2][4], uint32_t dim, 
 {
     const mk_gqa_stats *s = mk_gqa_stats_at(sh);
     float *area = mk_gqa_scratch(sh, dim);
-#pragma unroll
-    for (uint32_t c0 = 0; c0 < 32 * NB; c0 += MK_GQA_CHUNK) {
-        if (c0 >= dim) break;
-        const uint32_t n = min(dim - c0, MK_GQA_CHUNK), all = heads * n;
-        if (c0) mk_sync();
-        mk_gqa_put<NB>(area + tid / 32 * all, acc + c0 / 32, n, heads, tid % 32);
-        mk_sync();
+    const uint32_t all = heads * dim;
+    if (ONE && !dim) return; /* never; but behind a branch nvcc takes fewer registers from what comes before (llama-3.2-1b: 2 % of a step) */
+    mk_gqa_put<NB>(area + tid / 32 * all, acc, dim, heads, tid % 32);
+    mk_sync();
 #pragma unroll 1
-        for (uint32_t i = tid; i < all; i += MK_COMPUTE) {
-            const uint32_t h = mk_small_quot(i, n), c = c0 + i - h * n;
-            float w[MK_WARPS], y = 0, sum = 0, max = s->max[h][0];
+    for (uint32_t i = tid; i < all; i += MK_COMPUTE) {
+        const uint32_t h = mk_small_quot(i, dim), c = i - h * dim;
+        float w[MK_WARPS], y = 0, sum = 0, max = s->max[h][0];
 #pragma unroll
-            for (uint32_t k = 0; k < MK_WARPS; k++) {
-                w[k] = s->max[h][k];
-                max = fmaxf(max, w[k]);
-            }
-#pragma unroll
-            for (uint32_t k = 0; k < MK_WARPS; k++) {
-                w[k] = mk_exp2(__fmul_rn(w[k] - max, MK_LOG2E)); /* 0 of a warp without tokens */
-                sum = __fmaf_rn(w[k], s->sum[h][k], sum);
-                y = __fmaf_rn(w[k], area[k * all + i], y);
-            }
-            if (out) {
-                const float z = __fmul_rn(y, mk_reciprocal(sum)); /* as in COMBINE of one split */
-                if (o->lanes) { /* i mod 32 is the lane: slices lie in a warp */
-                    const uint32_t word = mk_pack_bf16(z, __shfl_down_sync(0xffffffffu, z, 1)), then = __shfl_down_sync(0xffffffffu, word, 2), last = __shfl_down_sync(0xffffffffu, word, 4);
-                    const uint32_t j = i & (o->values - 1), p = j * 43 >> 8; /* j / 6 */
-                    if (j == 6 * p) mk_packet_store(o->to + ((h * dim + c) >> o->lanes) * o->sp + p, word, j + 2 < o->values ? then : 0, j + 4 < o->values ? last : 0, o->epoch);
-                } else {
-                    out[h * dim + c] = z;
-                }
-            }
-            const uint32_t r = ONE ? 0 : mk_small_quot(h, group);
-            float *to = dst + (h - r * group) * mk_partial_floats(dim) + (size_t)r * row_floats;
-            __stcg(to + c, y);
-            if (!c) __stcg((float2 *)(to + dim), make_float2(max, sum));
+        for (uint32_t k = 0; k < MK_WARPS; k++) {
+            w[k] = s->max[h][k];
+            max = fmaxf(max, w[k]);
         }
+#pragma unroll
+        for (uint32_t k = 0; k < MK_WARPS; k++) {
+            w[k] = mk_exp2(__fmul_rn(w[k] - max, MK_LOG2E)); /* 0 of a warp without tokens */
+            sum = __fmaf_rn(w[k], s->sum[h][k], sum);
+            y = __fmaf_rn(w[k], area[k * all + i], y);
+        }
+        if (out) {
+            const float z = __fmul_rn(y, mk_reciprocal(sum)); /* as in COMBINE of one split */
+            if (o->lanes) { /* i mod 32 is the lane: slices lie in a warp */
+                const uint32_t word = mk_pack_bf16(z, __shfl_down_sync(0xffffffffu, z, 1)), then = __shfl_down_sync(0xffffffffu, word, 2), last = __shfl_down_sync(0xffffffffu, word, 4);
+                const uint32_t j = i & (o->values - 1), p = j * 43 >> 8; /* j / 6 */
+                if (j == 6 * p) mk_packet_store(o->to + (i >> o->lanes) * o->sp + p, word, j + 2 < o->values ? then : 0, j + 4 < o->values ? last : 0, o->epoch);
+            } else {
+                out[i] = z;
+            }
+        }
+        const uint32_t r = ONE ? 0 : mk_small_quot(h, group);
+        float *to = dst + (h - r * group) * mk_partial_floats(dim) + (size_t)r * row_floats;
+        __stcg(to + c, y);
+        if (!c) __stcg((float2 *)(to + dim), make_float2(max, sum));
     }
 }
 
-/* A head, by one warp: norm and rotation of x as in GQA_APPEND where there are parameters. ahead: sine and cosine of the first pairs, or NULL. */
-MK_DEV void mk_gqa_head(const mk_dev *d, const mk_gqa *g, uint32_t r, const float *param, float eps, float *x, const float2 *ahead)
+/* The same of channels of up to 256, of which a warp has its block. */
+template <bool ONE>
+MK_DEV void mk_gqa_give(const float (*acc)[4], float most, float all, uint32_t dim, uint32_t heads, float *dst, uint32_t group, uint32_t row_floats, float *out, uint32_t warp, uint32_t lane)
+{
+    const uint32_t g = lane / 4, l = lane % 4, c = warp * 32 + 4 * g;
+    const auto partial = [&](uint32_t h) {
+        const uint32_t r = ONE ? 0 : mk_small_quot(h, group);
+        return dst + (h - r * group) * mk_partial_floats(dim) + (size_t)r * row_floats;
+    };
+    if (warp == 0 && l == 0 && g < heads) __stcg((float2 *)(partial(g) + dim), make_float2(most, all));
+#pragma unroll
+    for (uint32_t j = 0; j < 2; j++) {
+        const uint32_t h = 2 * l + j;
+        const float4 y = mk_gqa_four(acc, j, g);
+        const float z = mk_reciprocal(__shfl_sync(0xffffffffu, all, 4 * h)); /* as in COMBINE of one split */
+        if (h >= heads || c >= dim) continue;
+        __stcg((float4 *)(partial(h) + c), y);
+        if (out) *(float4 *)(out + h * dim + c) = make_float4(__fmul_rn(y.x, z), __fmul_rn(y.y, z), __fmul_rn(y.z, z), __fmul_rn(y.w, z));
+    }
+}
+
+/* A head of up to 32 NB values, by one warp: norm and rotation of x as in GQA_APPEND where there are parameters. ahead: sine and cosine of the first pairs, or NULL. */
+template <uint32_t NB> MK_DEV void mk_gqa_head(const mk_dev *d, const mk_gqa *g, uint32_t r, const float *param, float eps, float *x, const float2 *ahead)
 {
     const uint32_t dim = g->dim, half = param ? g->rope / 2 : 0, norm = param && g->norm;
     if (norm) {
-        float sum = 0, v[MK_GQA_DIM / 32], gamma[MK_GQA_DIM / 32];
+        float sum = 0, v[NB], gamma[NB];
 #pragma unroll
-        for (uint32_t k = 0; k < MK_GQA_DIM / 32; k++) gamma[k] = d->lane + 32 * k < dim ? __ldg(param + d->lane + 32 * k) : 0.0f;
+        for (uint32_t k = 0; k < NB; k++) gamma[k] = d->lane + 32 * k < dim ? __ldg(param + d->lane + 32 * k) : 0.0f;
         param += dim;
 #pragma unroll
-        for (uint32_t k = 0; k < MK_GQA_DIM / 32; k++) {
+        for (uint32_t k = 0; k < NB; k++) {
             v[k] = d->lane + 32 * k < dim ? x[d->lane + 32 * k] : 0.0f;
             sum = __fmaf_rn(v[k], v[k], sum);
         }
         const float rstd = mk_rsqrtf(mk_div(mk_warp_sum(sum), (float)dim) + eps);
 #pragma unroll
-        for (uint32_t k = 0; k < MK_GQA_DIM / 32; k++)
+        for (uint32_t k = 0; k < NB; k++)
             if (d->lane + 32 * k < dim) x[d->lane + 32 * k] = __fmul_rn(__fmul_rn(v[k], rstd), gamma[k]);
         __syncwarp();
     }
@@ -345,7 +446,7 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
                 const uint32_t own = min(group - h0, MK_GQA_HEADS), heads = own * together, head0 = kv * group + h0; /* several rows: own is the group */
                 const uint32_t all = heads + (last && !h0 ? 2 : 0); /* the newest key and value follow the queries */
                 mk_gqa_regs<NB> regs;
-                float acc[NB][2][4];
+                float acc[NB == 8 ? 1 : NB][2][4];
                 uint32_t ids, h = d->warp, k = ONE || h >= heads ? 0 : mk_small_quot(h, own); /* k: the row of the warp's head */
                 uint32_t from = h < heads ? g->q_off + (head0 + h - k * own) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
                 mk_asked look;
@@ -356,7 +457,10 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
                     ids = mk_gqa_ids(&x, 0, d->lane);
                 if (!ONE && !begun) mk_counter_wait(d, 1);
                 mk_gqa_load<NB>(regs.k, &x, ids, 0, 0, d->warp, d->lane);
-                mk_gqa_load<NB>(regs.v, &x, ids, 0, 1, d->warp, d->lane);
+                if constexpr (NB == 8)
+                    mk_gqa_load_block(regs.v[0], &x, ids, 0, d->warp, d->lane);
+                else
+                    mk_gqa_load<NB>(regs.v, &x, ids, 0, 1, d->warp, d->lane);
                 if (begun) mk_sync(); /* the heads before are through with shared memory */
 #pragma unroll 1
                 for (; h < all; h += MK_WARPS) {
@@ -370,7 +474,7 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
                         mk_asked_for(&look, d, wait, packets, epoch, from, dim);
                     }
                     mk_asked_take(&look, d, wait, 0, r + k, packets + k * row_packets, epoch, from, dim, q);
-                    mk_gqa_head(d, g, r + k, h > heads ? (const float *)0 : d->a->param + (query ? g->param_off : newest->param_off), query ? g->eps : newest->eps, q,
+                    mk_gqa_head<NB>(d, g, r + k, h > heads ? (const float *)0 : d->a->param + (query ? g->param_off : newest->param_off), query ? g->eps : newest->eps, q,
                                 ONE && (query || f->place.ahead & MK_AHEAD_ALIKE) ? d->sh->angle : (const float2 *)0);
 #pragma unroll 2
                     for (uint32_t c = 2 * d->lane; c < 32 * blocks; c += 64) {
@@ -389,20 +493,28 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
                 begun = true;
                 mk_trace_bytes(d, x.n * dim * 4);
                 const uint32_t sees = ONE ? 0 : min(row[min(mk_small_quot(d->lane / 4, own), together - 1)].pos + 1 - first, x.n);
-                mk_gqa_attend<NB, ONE>(d->sh, &regs, &x, ids, last ? x.n - 1 : 0xffffffffu, heads, sees, g->scale, d->warp, d->lane, acc);
-                float *out = ONE && f->place.ahead & MK_AHEAD_WHOLE ? mk_gqa_scratch(d->sh, dim) + MK_WARPS * MK_GQA_HEADS * min(dim, MK_GQA_CHUNK) : (float *)0;
+                const uint32_t fresh = last ? x.n - 1 : 0xffffffffu;
+                float most, sum;
+                if constexpr (NB == 8)
+                    mk_gqa_attend_blocks<ONE>(d->sh, &regs, &x, ids, fresh, sees, g->scale, d->warp, d->lane, acc[0], &most, &sum);
+                else
+                    mk_gqa_attend<NB, ONE>(d->sh, &regs, &x, ids, fresh, heads, sees, g->scale, d->warp, d->lane, acc);
+                float *out = ONE && f->place.ahead & MK_AHEAD_WHOLE ? mk_gqa_scratch(d->sh, dim) + (NB == 8 ? 2 * MK_GQA_SCORE_ROW : MK_WARPS * dim) * MK_GQA_HEADS : (float *)0;
                 mk_gqa_out o = {0, 0, 0, 0, 0};
                 if (ONE && out) {
                     const mk_whole *w = &f->plan.whole;
                     o.values = w->values;
-                    o.lanes = (o.values == 16 || o.values == 32) && dim % 32 == 0 ? o.values == 16 ? 4 : 5 : 0;
+                    o.lanes = NB < 8 && (o.values == 16 || o.values == 32) && dim % 32 == 0 ? o.values == 16 ? 4 : 5 : 0;
                     o.sp = d->sh->vec[w->vec].slice_packets;
                     o.to = f->place.out + head0 * w->slices * o.sp;
                     o.epoch = f->place.out_epoch;
                     mk_trace_publish(d);
                 }
-                mk_gqa_merge<NB, ONE>(d->sh, acc, dim, heads, (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * g->heads + head0) * floats, own, row_floats,
-                                      ONE ? out : 0, &o, d->tid);
+                float *dst = (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * g->heads + head0) * floats;
+                if constexpr (NB == 8)
+                    mk_gqa_give<ONE>(acc[0], most, sum, dim, heads, dst, own, row_floats, ONE ? out : 0, d->warp, d->lane);
+                else
+                    mk_gqa_merge<NB, ONE>(d->sh, acc, dim, heads, dst, own, row_floats, ONE ? out : 0, &o, d->tid);
                 if (ONE && out && !o.lanes) {
                     mk_sync();
                     mk_gqa_publish(d, &o, heads * f->plan.whole.slices, out);

@@ -262,6 +262,8 @@ const case_spec attention_cases[] = {
     {"GQA_PARTIAL", "32 heads, 8 KV heads of 64, few splits, to 9000", Q(.heads = 32, .kv_heads = 8, .dim = 64, .rope = 64, .far = 9000, .grain = 2, .most = 16), 7},
     {"GQA_PARTIAL", "32 heads, 8 KV heads of 64, few splits, to 300", Q(.heads = 32, .kv_heads = 8, .dim = 64, .rope = 64, .far = 300, .grain = 2, .most = 16), 7},
     {"GQA_PARTIAL", "12 heads, 1 KV head of 128, three splits, to 5000", Q(.heads = 12, .kv_heads = 1, .dim = 128, .rope = 128, .far = 5000, .grain = 1, .most = 3), 5},
+    {"GQA_PARTIAL", "10 heads, 1 KV head of 200, rope 40, norm, three splits, to 9000", Q(.heads = 10, .kv_heads = 1, .dim = 200, .rope = 40, .norm = 1, .far = 9000, .most = 3), 5},
+    {"GQA_PARTIAL", "6 heads, 2 KV heads of 256, rope 256, to 130", Q(.heads = 6, .kv_heads = 2, .dim = 256, .rope = 256, .far = 130, .most = 16), 5},
     {"GQA_PARTIAL", "4 heads, 2 KV heads of 40, rope 24, to 700", Q(.heads = 4, .kv_heads = 2, .dim = 40, .rope = 24, .far = 700, .grain = 2, .most = 16), 5},
     {"KV_APPEND", "FP8, latent 512, rope 64, rotated", A(.latent = 512, .rope = 64, .rotary = 1, .far = 5000, .cache = MK_CACHE_FP8)},
     {"KV_APPEND", "FP8, latent 96, rope 16", A(.latent = 96, .rope = 16, .rotary = 1, .far = 130, .cache = MK_CACHE_FP8)},
