@@ -487,9 +487,10 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
 }
 
 /* One row that mk_plan.dealt says fits, with up to 8 * EIGHTS rows of weights. Its choices are the union's experts, in that order. */
+static_assert(2 * MK_WARPS >= MK_MAX_TOPK && mk_pair_part(1, 7) == 4, "a warp has no third pair; four packets of a lane are looked at first");
 template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn *in)
 {
-    constexpr uint32_t LOADS = MK_PAIR_PACKETS(8 * EIGHTS) / 32;
+    constexpr uint32_t LOADS = MK_PAIR_PACKETS(8 * EIGHTS) / 32, NEXT = LOADS > 8 ? 4 : LOADS - 4; /* NEXT: where pairs have no more of a lane, those of the warp's second one come behind the first's */
     const mk_dev here = mk_here(in), *d = &here;
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
@@ -507,7 +508,12 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     uint4 q[LOADS], look = make_uint4(0, 0, 0, 0);
     uint32_t first = d->warp * per + d->lane, map[LOADS];
     const uint32_t left = d->warp < experts && per > d->lane ? per - d->lane : 0;
+    const bool both = per <= 32 * NEXT;
     mk_pair_ask(q, f->place.in[0] + first, left);
+    if (both && d->warp + MK_WARPS < experts)
+#pragma unroll
+        for (uint32_t k = 0; k < NEXT; k++)
+            if (left > 32 * k) q[4 + k] = mk_packet_load(f->place.in[0] + first + MK_WARPS * per + 32 * k);
     mk_pair_map(map, sh->args.map + p->map + d->lane, left);
     if (!local && has) look = mk_packet_load(residual);
 
@@ -520,8 +526,8 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     walk.turn = claim.first ? t.per : 0;
     walk.row = staged;
     walk.left = 0;
-    mk_both<EIGHTS> both;
-    mk_both_load<FORM, EIGHTS>(&both, &walk, &claim, &lap);
+    mk_both<EIGHTS> blocks;
+    mk_both_load<FORM, EIGHTS>(&blocks, &walk, &claim, &lap);
     const uint32_t red = mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
     uint32_t part = mk_part_at(red, n, at), sums = red + 4 * i;
     mk_keep(&part), mk_keep(&sums);
@@ -534,14 +540,18 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
         mk_pair_take<FORM>(d, f, from, first, routes->weight[0][j], row, map, q);
         if ((j += MK_WARPS) >= experts) break;
         row += MK_WARPS * stride, first += MK_WARPS * per;
-        mk_pair_ask(q, from + MK_WARPS * per, left);
+        if (both)
+#pragma unroll
+            for (uint32_t k = 0; k < NEXT; k++) q[k] = q[4 + k];
+        else
+            mk_pair_ask(q, from + MK_WARPS * per, left);
     }
     mk_sync();
     mk_trace_input(d);
     mk_trace_bytes(d, experts * n * t.nkb * MK_KBLOCK_BYTES);
 
     float sum[EIGHTS] = {};
-    mk_down_one_product<FORM, EIGHTS>(sum, &both, &walk, &claim, &lap);
+    mk_down_one_product<FORM, EIGHTS>(sum, &blocks, &walk, &claim, &lap);
     if (!(d->lane & 3))
 #pragma unroll
         for (uint32_t e = 0; e < EIGHTS; e++) mk_sts32(part + 32 * e, __float_as_uint(sum[e]));

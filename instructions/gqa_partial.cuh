@@ -1,6 +1,6 @@
 /* GQA_PARTIAL on the device: an item is a KV head over one split. Semantics: gqa_partial.c.
  *
- * 256 tokens of 64 channels at a time (128 of 128, 64 of 256): as much as the warps' registers hold of keys and values. Every page's eight tiles of eight tokens go to
+ * 256 tokens of 64 channels at a time (128 of 128): as much as the warps' registers hold of keys and values. Every page's eight tiles of eight tokens go to
  * the eight warps, so that a warp has keys, scores, probabilities and values of its tokens to itself: p = exp(s - max) rounded to bf16 with the warp's own running maximum,
  * and no barrier but one before the warps' sums are added, ascending. All loads are asked for before the queries are there. Queries lie in the staging area in bf16, up to
  * eight at a time, with a second plane, x - bf16(x), in the rows of the operand that they leave free.
