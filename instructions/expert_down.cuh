@@ -487,7 +487,6 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
 }
 
 /* One row that mk_plan.dealt says fits, with up to 8 * EIGHTS rows of weights. Its choices are the union's experts, in that order. */
-static_assert(2 * MK_WARPS >= MK_MAX_TOPK && mk_pair_part(1, 7) == 4, "a warp has no third pair; four packets of a lane are looked at first");
 template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn *in)
 {
     constexpr uint32_t LOADS = MK_PAIR_PACKETS(8 * EIGHTS) / 32, NEXT = LOADS > 8 ? 4 : LOADS - 4; /* NEXT: where pairs have no more of a lane, those of the warp's second one come behind the first's */
@@ -579,6 +578,7 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     mk_publish_at(f->place.out, f32, n, d->warp, y, f->place.out_epoch, d->lane);
 }
 static_assert(MK_WARPS * MK_UNIT >= MK_SEGMENT_ROWS && MK_DOWN_ONE_ROWS == 32, "a warp a unit; one_row in plans.cuh");
+static_assert(2 * MK_WARPS >= MK_MAX_TOPK && mk_pair_part(1, 7) == 4, "a warp has no third pair; four packets of a lane are looked at first");
 MK_DEV void mk_expert_down_run(const mk_insn *in)
 {
     in->expert.wtype == MK_W_FP8 ? mk_down_of<MK_X_F16>(in) : mk_down_of<MK_X_BF16>(in);

@@ -24,7 +24,7 @@ summary() { # log: "hazards errors warnings" of it
     echo '}, "kernel": ['
     comma=''
     for f in ${FAMILIES:-kimi_linear qwen3_next llama}; do
-        OUT=$OUT timeout "${LIMIT:-90}" compute-sanitizer --tool racecheck --print-limit 20 "$BUILD/tests/gpu/race_gpu" -q -w "${WORKERS:-8}" -f "$f" -t 60000 >"$OUT/race-$f.log" 2>&1
+        OUT=$OUT timeout "${LIMIT:-180}" compute-sanitizer --tool racecheck --print-limit 20 "$BUILD/tests/gpu/race_gpu" -q -w "${WORKERS:-8}" -f "$f" -t 60000 >"$OUT/race-$f.log" 2>&1
         rc=$?
         read -r _ errors warnings <<<"$(summary "$OUT/race-$f.log")"
         [ $rc = 0 ] && [ "$errors" = 0 ] && [ "$warnings" = 0 ] || bad=1
