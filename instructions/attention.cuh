@@ -244,6 +244,14 @@ MK_DEV uint32_t mk_turn(uint32_t x)
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
+/* Of sums of a block of 32 channels by heads: a lane (g, l) has channels 8 (g / 2) + (g mod 2) + 0, 2 (in a) and 4, 6 (in b) of heads 2 l and 2 l + 1. Of head 2 l + j two neighbours make four
+ * consecutive ones, from 4 g on. */
+MK_DEV float4 mk_att_four(const float *a, const float *b, uint32_t j, uint32_t g)
+{
+    const float y0 = a[j], y1 = a[2 + j], y2 = b[j], y3 = b[2 + j];
+    const float z0 = __shfl_xor_sync(0xffffffffu, g & 1 ? y0 : y2, 4), z1 = __shfl_xor_sync(0xffffffffu, g & 1 ? y1 : y3, 4);
+    return g & 1 ? make_float4(z0, y2, z1, y3) : make_float4(y0, z0, y1, z1);
+}
 
 /* What a warp does of a page. Lane (g, l) has channels 8 l .. 8 l + 7 of a block of token g of each of the eight tiles of eight tokens. */
 typedef struct mk_att_share {
@@ -283,12 +291,17 @@ MK_DEV void mk_att_fetch(uint4 *to, const uint8_t *from, bool has)
         *to = make_uint4(0, 0, 0, 0);
 }
 
-/* 16 bytes of token t of the page, from byte `at` of its values on; if there are none, *x stays. Beyond the last token: the last one's, p is zero there. */
-MK_DEV void mk_att_16(uint4 *x, const uint8_t *at, uint32_t t, uint32_t tokens, uint32_t bytes, bool has)
+/* 16 bytes from L2; if there are none, *x stays. */
+MK_DEV void mk_att_load_16(uint4 *x, const uint8_t *at, bool has)
 {
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
                  : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w)
-                 : "l"(at + min(t, tokens - 1) * bytes), "r"((uint32_t)has));
+                 : "l"(at), "r"((uint32_t)has));
+}
+/* Those of token t of the page, from byte `at` of its values on. Beyond the last token: the last one's, p is zero there. */
+MK_DEV void mk_att_16(uint4 *x, const uint8_t *at, uint32_t t, uint32_t tokens, uint32_t bytes, bool has)
+{
+    mk_att_load_16(x, at + min(t, tokens - 1) * bytes, has);
 }
 /* FP8: 8 codes in x and y, and in z the scale, `scale` bytes on; block 1 of the warp has block 0's. */
 MK_DEV void mk_att_8(uint4 *x, const uint8_t *at, uint32_t t, uint32_t tokens, uint32_t bytes, bool has, uint32_t scale, uint32_t i)
@@ -551,7 +564,6 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
         const uint32_t h = w.lane * 8 + w.warp;
         __stcg((float2 *)(dst + h * floats + nv), make_float2(s->max[h], s->sum[h]));
     }
-    /* lane (g, l) has channels 8 (g / 2) + (g mod 2) + 0, 2, 4, 6 of heads 2 l and 2 l + 1: two neighbours make four consecutive ones of it */
 #pragma unroll
     for (uint32_t i = 0; i < NB; i++) {
         const uint32_t c = (w.block + i) * 32 + 4 * group;
@@ -560,9 +572,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
         for (uint32_t n = 0; n < NH; n++)
 #pragma unroll
             for (uint32_t j = 0; j < 2; j++) {
-                const float y0 = acc[i][0][n][j], y1 = acc[i][0][n][2 + j], y2 = acc[i][1][n][j], y3 = acc[i][1][n][2 + j]; /* channels + 0, 2, 4, 6 */
-                const float z0 = __shfl_xor_sync(0xffffffffu, group & 1 ? y0 : y2, 4), z1 = __shfl_xor_sync(0xffffffffu, group & 1 ? y1 : y3, 4);
-                const float4 y = group & 1 ? make_float4(z0, y2, z1, y3) : make_float4(y0, z0, y1, z1);
+                const float4 y = mk_att_four(acc[i][0][n], acc[i][1][n], j, group);
                 const uint32_t h = n * 8 + 2 * l + j;
                 if (mine && h < heads) __stcg((float4 *)(dst + h * floats + c), y);
             }

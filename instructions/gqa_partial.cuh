@@ -54,13 +54,6 @@ template <uint32_t NB> struct mk_gqa_regs { /* a lane (g, l) has channels 8 l ..
     static constexpr uint32_t TILES = 8 / NB;
     uint4 k[TILES][NB], v[TILES][NB]; /* NB = 8: v[0] of the warp's block, by tiles */
 };
-/* 16 bytes, if there are any; else *to stays. */
-MK_DEV void mk_gqa_16(uint4 *to, const uint8_t *at, bool has)
-{
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
-                 : "+r"(to->x), "+r"(to->y), "+r"(to->z), "+r"(to->w)
-                 : "l"(at), "r"((uint32_t)has));
-}
 
 /* The warp's tiles of the pages from number `page` on: keys (which = 0) or values (1). Beyond the last token: the last one's. ids: a lane has the id of page
  * (page & ~31) + lane. */
@@ -75,7 +68,7 @@ template <uint32_t NB> MK_DEV void mk_gqa_load(uint4 (*r)[NB], const mk_gqa_spli
         const uint32_t id = __shfl_sync(0xffffffffu, ids, (page + k) & 31), t = min(warp * 8 + lane / 4, left - k * MK_PAGE - 1);
         const uint8_t *at = x->base + id * x->page_bytes + ((which * MK_PAGE + t) * x->dim + lane % 4 * 8) * 2;
 #pragma unroll
-        for (uint32_t b = 0; b < NB; b++) mk_gqa_16(&r[k][b], at + b * 64, b * 32 + lane % 4 * 8 < x->dim);
+        for (uint32_t b = 0; b < NB; b++) mk_att_load_16(&r[k][b], at + b * 64, b * 32 + lane % 4 * 8 < x->dim);
     }
 }
 /* Values of the warp's block of 32 channels, all tiles of page number `page`. */
@@ -86,7 +79,7 @@ MK_DEV void mk_gqa_load_block(uint4 *v, const mk_gqa_split *x, uint32_t ids, uin
 #pragma unroll
     for (uint32_t k = 0; k < MK_PAGE / 8; k++) {
         v[k] = make_uint4(0, 0, 0, 0);
-        mk_gqa_16(&v[k], at + min(k * 8 + lane / 4, last) * x->dim * 2, c < x->dim);
+        mk_att_load_16(&v[k], at + min(k * 8 + lane / 4, last) * x->dim * 2, c < x->dim);
     }
 }
 
@@ -94,6 +87,15 @@ MK_DEV void mk_gqa_load_block(uint4 *v, const mk_gqa_split *x, uint32_t ids, uin
 MK_DEV uint32_t mk_gqa_ids(const mk_gqa_split *x, uint32_t page, uint32_t lane)
 {
     return __ldcg(x->pages + min(page + lane, (x->n - 1) / MK_PAGE));
+}
+
+/* Sums of a block, by halves, plus the values of two tiles of tokens times their probabilities. */
+MK_DEV void mk_gqa_add(float (*acc)[4], uint4 u, uint4 w, uint32_t pu, uint32_t pw)
+{
+    const uint32_t u0 = mk_turn(u.x), u1 = mk_turn(u.y), u2 = mk_turn(u.z), u3 = mk_turn(u.w);
+    const uint32_t w0 = mk_turn(w.x), w1 = mk_turn(w.y), w2 = mk_turn(w.z), w3 = mk_turn(w.w);
+    mk_mma(acc[0], u0, u1, w0, w1, pu, pw);
+    mk_mma(acc[1], u2, u3, w2, w3, pu, pw);
 }
 
 /* The first pages stand in registers, the queries in shared memory. fresh: token of the split from which on mk_gqa_fresh holds key and value. ONE: of one row; else the lane's
@@ -169,14 +171,7 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
             for (uint32_t k = 0; k < T; k += 2) {
                 if (k && first + k * MK_PAGE >= x->n) break;
 #pragma unroll
-                for (uint32_t b = 0; b < NB; b++) {
-                    const uint4 u = m->v[k][b];
-                    const uint32_t u0 = mk_turn(u.x), u1 = mk_turn(u.y), u2 = mk_turn(u.z), u3 = mk_turn(u.w);
-                    const uint4 w = m->v[k + 1][b];
-                    const uint32_t w0 = mk_turn(w.x), w1 = mk_turn(w.y), w2 = mk_turn(w.z), w3 = mk_turn(w.w);
-                    mk_mma(acc[b][0], u0, u1, w0, w1, p[k], p[k + 1]);
-                    mk_mma(acc[b][1], u2, u3, w2, w3, p[k], p[k + 1]);
-                }
+                for (uint32_t b = 0; b < NB; b++) mk_gqa_add(acc[b], m->v[k][b], m->v[k + 1][b], p[k], p[k + 1]);
             }
             if (more) mk_gqa_load<NB>(m->v, x, ids, next, 1, warp, lane);
         }
@@ -249,13 +244,7 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
             for (uint32_t k = 0; k < 8; k++) acc[k / 4][k % 4] = __fmul_rn(acc[k / 4][k % 4], k & 1 ? s1 : s0);
         }
 #pragma unroll
-        for (uint32_t k = 0; k < 8; k += 2) {
-            const uint4 u = m->v[0][k], w = m->v[0][k + 1];
-            const uint32_t u0 = mk_turn(u.x), u1 = mk_turn(u.y), u2 = mk_turn(u.z), u3 = mk_turn(u.w);
-            const uint32_t w0 = mk_turn(w.x), w1 = mk_turn(w.y), w2 = mk_turn(w.z), w3 = mk_turn(w.w);
-            mk_mma(acc[0], u0, u1, w0, w1, p[k], p[k + 1]);
-            mk_mma(acc[1], u2, u3, w2, w3, p[k], p[k + 1]);
-        }
+        for (uint32_t k = 0; k < 8; k += 2) mk_gqa_add(acc, m->v[0][k], m->v[0][k + 1], p[k], p[k + 1]);
         if (more) mk_gqa_load_block(m->v[0], x, ids, next, warp, lane);
     }
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -264,13 +253,6 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
     *all = sum;
 }
 
-/* A lane (g, l) has sums of channels 8 (g / 2) + (g mod 2) + 0, 2, 4, 6 of a block and of heads 2 l and 2 l + 1: of head 2 l + j two neighbours make four consecutive ones, from 4 g on. */
-MK_DEV float4 mk_gqa_four(const float (*acc)[4], uint32_t j, uint32_t g)
-{
-    const float y0 = acc[0][j], y1 = acc[0][2 + j], y2 = acc[1][j], y3 = acc[1][2 + j];
-    const float z0 = __shfl_xor_sync(0xffffffffu, g & 1 ? y0 : y2, 4), z1 = __shfl_xor_sync(0xffffffffu, g & 1 ? y1 : y3, 4);
-    return g & 1 ? make_float4(z0, y2, z1, y3) : make_float4(y0, z0, y1, z1);
-}
 /* A warp's sums into shared memory: [warp][head][n]. */
 template <uint32_t NB> MK_DEV void mk_gqa_put(float *to, const float (*acc)[2][4], uint32_t n, uint32_t heads, uint32_t lane)
 {
@@ -279,7 +261,7 @@ template <uint32_t NB> MK_DEV void mk_gqa_put(float *to, const float (*acc)[2][4
     for (uint32_t b = 0; b < NB; b++)
 #pragma unroll
         for (uint32_t j = 0; j < 2; j++) {
-            const float4 y = mk_gqa_four(acc[b], j, g);
+            const float4 y = mk_att_four(acc[b][0], acc[b][1], j, g);
             const uint32_t h = 2 * l + j, c = b * 32 + 4 * g;
             if (h < heads && c < n) *(float4 *)(to + h * n + c) = y;
         }
@@ -346,7 +328,7 @@ MK_DEV void mk_gqa_give(const float (*acc)[4], float most, float all, uint32_t d
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++) {
         const uint32_t h = 2 * l + j;
-        const float4 y = mk_gqa_four(acc, j, g);
+        const float4 y = mk_att_four(acc[0], acc[1], j, g);
         const float z = mk_reciprocal(__shfl_sync(0xffffffffu, all, 4 * h)); /* as in COMBINE of one split */
         if (h >= heads || c >= dim) continue;
         __stcg((float4 *)(partial(h) + c), y);

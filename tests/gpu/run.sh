@@ -41,7 +41,7 @@ SECONDS_SOAK=${SOAK:-60} part residency $((${SOAK:-60} + 90)) bash tests/gpu/tes
 part inject 180 bash tests/gpu/test_daemon_gpu.sh                # hangs: named, survived
 part synth 180 bash tests/gpu/test_synth.sh                      # a full-size model with synthetic weights
 part memcheck 300 bash tests/gpu/test_memcheck.sh                # compute-sanitizer, tiny models
-part racecheck 300 bash tests/gpu/test_racecheck.sh              # shared memory: of the build that racecheck can follow
+part racecheck 600 bash tests/gpu/test_racecheck.sh              # shared memory: of the build that racecheck can follow
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,pstate,temperature.gpu --format=csv,noheader >"$TOP/gpu.csv" 2>/dev/null
 python3 tests/gpu/report.py "$TOP" "$("$BUILD/mkd" --version)" >"$TOP/check-gpu.json"
