@@ -167,7 +167,7 @@ static int run_graph(mk_gpu *g, const mk_program *p, const mk_baseline_config *c
     cudaStream_t s = 0;
     cudaGraphExec_t exec = 0;
     memset(&ph, 0, sizeof ph);
-    int rc = whole ? MK_OK : mk_phases_of(p, &ph, err);
+    int rc = whole ? MK_OK : mk_phases_of(p, cfg->rows, cfg->context, &ph, err);
     if (rc) return rc;
     if (!whole) n = ph.n;
     rc = mk_gpu_prepare(g, mk_gpu_next_epoch(g), whole ? p->insn : ph.insn, whole ? p->queue : ph.queue, n, &base, &smem, err);

@@ -9,11 +9,20 @@ typedef struct levels {
     uint32_t pubs;
     uint32_t *of_pub;  /* [n_vec][pubs] highest level of who publishes it; UINT32_MAX: nobody */
     uint32_t *of_insn; /* [n_insn] */
+    uint64_t gqa;      /* vectors (by bit) that a GQA_PARTIAL publishes, if steps have one row; else 0 */
+    uint32_t pos;
 } levels;
 
 static uint32_t *published(const levels *l, uint32_t vec, uint32_t pub)
 {
     return &l->of_pub[vec * l->pubs + pub];
+}
+
+/* It stands in the phase of what it waits for: it does not wait. Should a machine let it do something all the same, its waits hold in that phase, too. */
+static int idle(const levels *l, const mk_insn *in)
+{
+    if (in->opcode == MK_OP_GQA_APPEND) return l->gqa != 0;
+    return in->opcode == MK_OP_COMBINE && l->gqa >> in->wait[0].vec & 1 && mk_splits(l->pos, in->mla.grain, in->mla.most) == 1;
 }
 
 /* The first phase in which instruction x, of worker w, may stand, given what is known of the others. */
@@ -32,7 +41,7 @@ static uint32_t first_level(const levels *l, uint32_t w, uint32_t x)
                     break;
                 }
         } else {
-            at = *published(l, wt->vec, wt->pub) + 1;
+            at = *published(l, wt->vec, wt->pub) + !idle(l, &p->insn[x]);
         }
         if (at > level) level = at;
     }
@@ -97,15 +106,17 @@ static void carries(const mk_program *p, const uint32_t *level, mk_phases *ph)
     }
 }
 
-int mk_phases_of(const mk_program *p, mk_phases *ph, mk_err *err)
+int mk_phases_of(const mk_program *p, uint32_t rows, uint32_t pos, mk_phases *ph, mk_err *err)
 {
     const mk_program_info *i = &p->info;
-    levels l = {.p = p, .pubs = 1};
+    levels l = {.p = p, .pubs = 1, .pos = pos};
     memset(ph, 0, sizeof *ph);
     ph->routes = MK_NONE;
     if (i->n_vec > 64) return mk_fail(err, MK_E_BUG, "phases: %u vectors, expected at most 64", i->n_vec);
     for (uint32_t v = 0; v < i->n_vec; v++)
         if (p->vec[v].pubs > l.pubs) l.pubs = p->vec[v].pubs;
+    for (uint32_t x = 0; x < i->n_insn && rows == 1; x++)
+        if (p->insn[x].opcode == MK_OP_GQA_PARTIAL) l.gqa |= 1ull << p->insn[x].signal_vec;
     l.of_pub = malloc((size_t)i->n_vec * l.pubs * sizeof *l.of_pub);
     l.of_insn = calloc(i->n_insn + 1, sizeof *l.of_insn);
     int rc = l.of_pub && l.of_insn ? MK_OK : mk_fail(err, MK_E_CAPACITY, "out of memory");
