@@ -496,11 +496,13 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
                 last = l & 1 ? 16 : 0;
             }
             if (mk_map_used(m)) mk_rows_wait(base + here_p, row_packets, nrows, here_p, epoch, q);
+            uint4 after[MK_MAX_ROWS] = {}; /* the next packet of all rows, on its way while these are staged: one asked for in the midst of them would be waited for at once */
+#pragma unroll
+            for (uint32_t r = 0; r < MK_MAX_ROWS; r++) mk_packet_again(&after[r], base + p + r * row_packets, ahead && r < nrows);
 #pragma unroll
             for (uint32_t r = 0; r < MK_MAX_ROWS; r++) {
                 if (r >= nrows) break;
                 const uint32_t word[3] = {q[r].x, q[r].y, q[r].z}, row = r * stride;
-                if (ahead) q[r] = mk_packet_load(base + p + r * row_packets); /* on its way while the others are staged */
                 if (heads && look && MK_MAP_TRAILER(m) < 3)
                     trailer[r * wait->nslice + MK_MAP_SLICE(m) - wait->slice0] = __uint_as_float(MK_MAP_TRAILER(m) == 0 ? word[0] : MK_MAP_TRAILER(m) == 1 ? word[1] : word[2]);
                 if constexpr (PAIRS) {
@@ -533,6 +535,8 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
                     }
                 }
             }
+#pragma unroll
+            for (uint32_t r = 0; r < MK_MAX_ROWS; r++) q[r] = after[r];
         }
         __syncwarp();
         if (look) {
