@@ -38,6 +38,9 @@ growing() { # name prompt tokens mkd's flags...: a generation as a client sees i
 
 preset() { # name mkd's flags...
     local base=()
+    if [ "$1" = llama-3.2-1b ] && [ -x "$BUILD/profiles/baseline" ] && [ "$BASELINE_STEPS" != 0 ]; then # in the midst of the published lengths, 32 + 128 tokens
+        "$BUILD/profiles/baseline" --preset "$1" --ctx 96 --steps "$BASELINE_STEPS" --out "$OUT/$1-32-128-baseline.json" >/dev/null || return 1
+    fi
     if [ $# = 1 ] && [ -x "$BUILD/profiles/baseline" ] && [ "$BASELINE_STEPS" != 0 ]; then
         "$BUILD/profiles/baseline" --preset "$1" --ctx 2048 --steps "$BASELINE_STEPS" --out "$OUT/$1-baseline.json" >/dev/null && base=(--baseline "$OUT/$1-baseline.json")
     fi
