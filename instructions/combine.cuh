@@ -6,7 +6,7 @@
 #include "instructions/attention.cuh"
 #include "instructions/mk_math.h"
 
-#define MK_COMBINE_MOST  ((MK_STAGING / (4 * 2 * MK_WARPS)) & ~3u) /* channels: eight warps' sums and a gate, or as many of eight rows */
+#define MK_COMBINE_MOST  ((MK_STAGING / (4 * 2 * MK_WARPS)) & ~3u) /* channels: eight rows' and their gates fit the staging area */
 #define MK_COMBINE_LOOKS ((MK_MAX_SPLITS + 31) / 32)               /* splits that a lane weighs */
 static_assert(MK_WARPS == 8 && MK_MAX_ROWS <= MK_WARPS, "a warp's split k is lane's k / 4; a warp a row");
 
