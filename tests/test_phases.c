@@ -68,7 +68,7 @@ static uint32_t check(const char *preset, uint32_t workers, uint32_t rows, uint3
         if (k + 1 == ph.n) assert_int_equal(ph.save[k], 0);
         for (uint32_t v = 0; v < p->info.n_vec; v++) {
             if ((ph.load[k] | ph.save[k]) >> v & 1) assert_int_equal(p->vec[v].scope, MK_LOCAL);
-            carried += ph.load[k] >> v & 1;
+            carried += (uint32_t)(ph.load[k] >> v & 1);
         }
     }
     for (uint32_t w = 0; w < W; w++) assert_int_equal(done[w], p->queue[w + 1] - p->queue[w]);
