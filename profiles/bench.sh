@@ -36,13 +36,17 @@ growing() { # name prompt tokens mkd's flags...: a generation as a client sees i
     printf '%-22s %s tok/s\n' "$1" "$(sed -n 's/.*"tok_s": \([0-9.]*\).*/\1/p' "$OUT/$1.json")"
 }
 
+baseline() { # preset context name: the other ways to launch the same step
+    "$BUILD/profiles/baseline" --preset "$1" --ctx "$2" --steps "$BASELINE_STEPS" --out "$OUT/$3.json" >/dev/null
+}
+
 preset() { # name mkd's flags...
     local base=()
-    if [ "$1" = llama-3.2-1b ] && [ -x "$BUILD/profiles/baseline" ] && [ "$BASELINE_STEPS" != 0 ]; then # in the midst of the published lengths, 32 + 128 tokens
-        "$BUILD/profiles/baseline" --preset "$1" --ctx 96 --steps "$BASELINE_STEPS" --out "$OUT/$1-32-128-baseline.json" >/dev/null || return 1
-    fi
     if [ $# = 1 ] && [ -x "$BUILD/profiles/baseline" ] && [ "$BASELINE_STEPS" != 0 ]; then
-        "$BUILD/profiles/baseline" --preset "$1" --ctx 2048 --steps "$BASELINE_STEPS" --out "$OUT/$1-baseline.json" >/dev/null && base=(--baseline "$OUT/$1-baseline.json")
+        if [ "$1" = llama-3.2-1b ]; then # in the midst of the published lengths, 32 + 128 tokens
+            baseline "$1" 96 "$1-32-128-baseline" || return 1
+        fi
+        baseline "$1" 2048 "$1-baseline" && base=(--baseline "$OUT/$1-baseline.json")
     fi
     start --device gpu --preset "$@" --kv-tokens 32832 || return 1
     "$BUILD/mkctl" bench --socket-dir "$dir" --ctx "$CTX" --rows "$ROWS" --steps "$STEPS" --out-dir "$OUT" "${base[@]}" || return 1

@@ -18,10 +18,11 @@ typedef struct missing { /* who has still to publish it, by vector and publicati
     uint32_t of[64][1024];
 } missing;
 
-static void published(missing *m, const mk_insn *in)
+/* What `in` publishes is so many parts more. */
+static void count(missing *m, const mk_insn *in, uint32_t parts)
 {
-    if (in->signal_vec != MK_NONE) m->of[in->signal_vec][in->signal_pub]--;
-    if (in->opcode == MK_OP_LM_HEAD) m->of[in->lm_head.logits_vec][in->lm_head.logits_pub]--;
+    if (in->signal_vec != MK_NONE) m->of[in->signal_vec][in->signal_pub] += parts;
+    if (in->opcode == MK_OP_LM_HEAD) m->of[in->lm_head.logits_vec][in->lm_head.logits_pub] += parts;
 }
 
 static void has_all(const char *preset, const mk_program *p, const missing *m, const mk_insn *in, uint32_t k)
@@ -47,11 +48,7 @@ static uint32_t check(const char *preset, uint32_t workers, uint32_t rows, uint3
     const mk_program *p = plan->prog;
     uint32_t W = workers, *done = calloc(W, sizeof *done), carried = 0;
     missing *left = calloc(1, sizeof *left);
-    for (uint32_t x = 0; x < p->info.n_insn; x++) {
-        const mk_insn *in = &p->insn[x];
-        if (in->signal_vec != MK_NONE) left->of[in->signal_vec][in->signal_pub]++;
-        if (in->opcode == MK_OP_LM_HEAD) left->of[in->lm_head.logits_vec][in->lm_head.logits_pub]++;
-    }
+    for (uint32_t x = 0; x < p->info.n_insn; x++) count(left, &p->insn[x], 1);
     for (uint32_t k = 0; k < ph.n; k++) {
         uint32_t any = 0;
         for (uint32_t w = 0; w < W; w++)
@@ -62,7 +59,7 @@ static uint32_t check(const char *preset, uint32_t workers, uint32_t rows, uint3
                 if (!(idle >> in->opcode & 1)) has_all(preset, p, left, in, k);
             }
         assert_true(any > 0);
-        for (uint32_t x = ph.queue[k * W]; x < ph.queue[(k + 1) * W]; x++) published(left, &ph.insn[x]); /* seen by later phases only */
+        for (uint32_t x = ph.queue[k * W]; x < ph.queue[(k + 1) * W]; x++) count(left, &ph.insn[x], -1u); /* seen by later phases only */
         for (uint32_t x = ph.queue[k * W]; x < ph.queue[(k + 1) * W]; x++) has_all(preset, p, left, &ph.insn[x], k);
         if (k == 0) assert_int_equal(ph.load[0], 0);
         if (k + 1 == ph.n) assert_int_equal(ph.save[k], 0);
