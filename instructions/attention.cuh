@@ -204,10 +204,11 @@ MK_DEV void mk_att_prefetch(const uint8_t *page, uint32_t span)
     for (uint32_t i = threadIdx.x * 128; i < span; i += MK_COMPUTE * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(page + i));
 }
 
-MK_DEV float mk_exp2(float x)
+/* e^x. */
+MK_DEV float mk_exp_fast(float x)
 {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fmul_rn(x, 1.44269504f)));
     return y;
 }
 /* 1 / x of a sum of p, which is neither tiny nor huge. */
@@ -488,10 +489,10 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
 #pragma unroll
                 for (int k = 16; k; k >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, k));
                 top = fmaxf(top, before);
-                const uint32_t p = mk_pack_bf16(mk_exp2(__fmul_rn(a - top, 1.44269504f)), mk_exp2(__fmul_rn(b - top, 1.44269504f)));
+                const uint32_t p = mk_pack_bf16(mk_exp_fast(a - top), mk_exp_fast(b - top));
                 s->p[h][w.lane] = p;
                 __syncwarp(); /* all have read the maximum before */
-                if (w.lane == 0) s->max[h] = top, s->shrink[h] = mk_exp2(__fmul_rn(before - top, 1.44269504f));
+                if (w.lane == 0) s->max[h] = top, s->shrink[h] = mk_exp_fast(before - top);
                 sum[n] = __fadd_rn(mk_bf16_value(p & 0xffffu), __uint_as_float(p & 0xffff0000u));
             }
         }

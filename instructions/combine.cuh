@@ -47,7 +47,7 @@ MK_DEV float mk_combine_weights(float *w, const float2 *look)
     top = mk_warp_top(top);
 #pragma unroll
     for (uint32_t k = 0; k < MK_COMBINE_LOOKS; k++) {
-        w[k] = mk_exp2(__fmul_rn(look[k].x - top, 1.44269504f));
+        w[k] = mk_exp_fast(look[k].x - top);
         sum = __fmaf_rn(w[k], look[k].y, sum);
     }
     return sum;

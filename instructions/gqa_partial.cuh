@@ -16,7 +16,6 @@
 
 #define MK_GQA_CHUNK     128u /* channels of a head, at most, whose sums are every warp's */
 #define MK_GQA_SCORE_ROW 72u  /* floats of a head's scores of a page: heads fall into different banks */
-#define MK_LOG2E         1.44269504f
 
 /* The newest token's key and value in bf16. A step of one row takes them from the packets, so that it need not wait for the cache; they stand in for every token from
  * theirs on: what lies in the cache there may be anything, a NaN as well. */
@@ -152,12 +151,12 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
             const float most = ONE || top > -INFINITY ? top : 0; /* p of a head that has seen nothing yet is 0 */
-            const float shrink = mk_exp2(__fmul_rn(before - most, MK_LOG2E));
+            const float shrink = mk_exp_fast(before - most);
             uint32_t p[T];
             sum = __fmul_rn(sum, shrink);
 #pragma unroll
             for (uint32_t k = 0; k < T; k++) {
-                p[k] = mk_pack_bf16(mk_exp2(__fmul_rn(c[k][0] - most, MK_LOG2E)), mk_exp2(__fmul_rn(c[k][1] - most, MK_LOG2E)));
+                p[k] = mk_pack_bf16(mk_exp_fast(c[k][0] - most), mk_exp_fast(c[k][1] - most));
                 sum = __fadd_rn(sum, __fadd_rn(mk_bf16_value(p[k] & 0xffffu), __uint_as_float(p[k] & 0xffff0000u)));
             }
             if (page) {
@@ -230,12 +229,12 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
         const float base = ONE || top > -INFINITY ? top : 0; /* p of a head that has seen nothing yet is 0 */
-        const float shrink = mk_exp2(__fmul_rn(before - base, MK_LOG2E));
+        const float shrink = mk_exp_fast(before - base);
         uint32_t p[8];
         sum = __fmul_rn(sum, shrink);
 #pragma unroll
         for (uint32_t k = 0; k < 8; k++) {
-            p[k] = mk_pack_bf16(mk_exp2(__fmul_rn(y[k].x - base, MK_LOG2E)), mk_exp2(__fmul_rn(y[k].y - base, MK_LOG2E)));
+            p[k] = mk_pack_bf16(mk_exp_fast(y[k].x - base), mk_exp_fast(y[k].y - base));
             sum = __fadd_rn(sum, __fadd_rn(mk_bf16_value(p[k] & 0xffffu), __uint_as_float(p[k] & 0xffff0000u)));
         }
         if (page) {
@@ -294,7 +293,7 @@ MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc)[2][4], uint32_t dim, 
         }
 #pragma unroll
         for (uint32_t k = 0; k < MK_WARPS; k++) {
-            w[k] = mk_exp2(__fmul_rn(w[k] - max, MK_LOG2E)); /* 0 of a warp without tokens */
+            w[k] = mk_exp_fast(w[k] - max); /* 0 of a warp without tokens */
             sum = __fmaf_rn(w[k], s->sum[h][k], sum);
             y = __fmaf_rn(w[k], area[k * all + i], y);
         }
