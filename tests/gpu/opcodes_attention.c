@@ -178,6 +178,7 @@ static void combine_feed(mk_case *c, const void *arg)
 
 typedef struct gqa_arg {
     uint32_t heads, kv_heads, dim, rope, norm, far, grain, most;
+    uint32_t run; /* 1: all rows are one stream's, up to `far` */
 } gqa_arg;
 
 static uint32_t gqa_params(mk_case *c, const gqa_arg *a)
@@ -226,12 +227,26 @@ static void gqa_make(mk_case *c, const void *arg)
     positions(c, a->far);
 }
 
+/* Consecutive tokens of stream 0, of which case row CASE_STREAMS - 1 is the last. */
+static void rows_of_one_stream(mk_case *c, uint32_t far)
+{
+    for (uint32_t r = 0; r < c->step.nrows; r++) {
+        mk_row *row = &c->step.row[r];
+        row->slot = row->state_read = row->state_write = 0;
+        row->pos = far + 1 + c->row_id[r] - CASE_STREAMS;
+        row->flags &= ~(uint32_t)MK_ROW_FIRST;
+    }
+}
+
 static void gqa_feed(mk_case *c, const void *arg)
 {
     const gqa_arg *a = arg;
     case_input(c, 0, 1);
     case_signalled(c, 1);
-    rows_of_streams(c);
+    if (a->run)
+        rows_of_one_stream(c, a->far);
+    else
+        rows_of_streams(c);
     fill_cache(c, 0, a->dim, 2 * a->kv_heads);
 }
 
@@ -266,6 +281,11 @@ const case_spec attention_cases[] = {
     {"GQA_PARTIAL", "10 heads, 1 KV head of 200, rope 40, norm, three splits, to 9000", Q(.heads = 10, .kv_heads = 1, .dim = 200, .rope = 40, .norm = 1, .far = 9000, .most = 3), 5},
     {"GQA_PARTIAL", "6 heads, 2 KV heads of 256, rope 256, to 130", Q(.heads = 6, .kv_heads = 2, .dim = 256, .rope = 256, .far = 130, .most = 16), 5},
     {"GQA_PARTIAL", "4 heads, 2 KV heads of 40, rope 24, to 700", Q(.heads = 4, .kv_heads = 2, .dim = 40, .rope = 24, .far = 700, .grain = 2, .most = 16), 5},
+    {"GQA_PARTIAL", "32 heads, 8 KV heads of 64, a run of rows to 2047", Q(.heads = 32, .kv_heads = 8, .dim = 64, .rope = 64, .far = 2047, .grain = 2, .most = 16, .run = 1), 66},
+    {"GQA_PARTIAL", "32 heads, 8 KV heads of 64, a run of rows to 9000", Q(.heads = 32, .kv_heads = 8, .dim = 64, .rope = 64, .far = 9000, .grain = 2, .most = 16, .run = 1), 132},
+    {"GQA_PARTIAL", "6 heads, 2 KV heads of 128, a run of rows to 260", Q(.heads = 6, .kv_heads = 2, .dim = 128, .rope = 128, .far = 260, .grain = 1, .run = 1), 3},
+    {"GQA_PARTIAL", "16 heads, 2 KV heads of 256, rope 64, norm, a run of rows to 2047", Q(.heads = 16, .kv_heads = 2, .dim = 256, .rope = 64, .norm = 1, .far = 2047, .run = 1), 132},
+    {"GQA_PARTIAL", "20 heads, 2 KV heads of 96, a run of rows to 5000", Q(.heads = 20, .kv_heads = 2, .dim = 96, .rope = 96, .far = 5000, .grain = 1, .most = 3, .run = 1), 5},
     {"KV_APPEND", "FP8, latent 512, rope 64, rotated", A(.latent = 512, .rope = 64, .rotary = 1, .far = 5000, .cache = MK_CACHE_FP8)},
     {"KV_APPEND", "FP8, latent 96, rope 16", A(.latent = 96, .rope = 16, .rotary = 1, .far = 130, .cache = MK_CACHE_FP8)},
     {"MLA_PARTIAL", "FP8, 32 heads, 512 + 64, to 9000", P(.latent = 512, .rope = 64, .heads = 32, .far = 9000, .cache = MK_CACHE_FP8), 7},
