@@ -130,7 +130,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
     const mk_lap lap = sh->lap[MK_EXPERT];
     const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, first = (warp / MK_GROUP_WARPS - slot->at) & (MK_GROUPS - 1);
-    const uint32_t ways = mk_ways(rows), way = member & (ways - 1), row0 = rows > MK_SIDE_ROWS ? (member >> 1) * 16 * MK_TILES : 0;
+    const uint32_t ways = mk_ways(rows), way = member & (ways - 1), row0 = rows > MK_SIDE_ROWS ? (member >> 1) * MK_SIDE_ROWS : 0;
     const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16; /* of ldmatrix: chunk lane / 16, row lane % 16 */
     uint32_t c[2 * NT], pair = mk_smem(sh->red + MK_DOWN_TABLE);
 #pragma unroll

@@ -143,7 +143,7 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
         while (u < n) {
             const uint32_t at = red + u * (4 * MK_PARTS(1)) + 4 * i;
             float y = 0;
-            if (i < s.rows && d->lane < MK_UNIT) y = 2 * s.rows > 16 * MK_TILES ? mk_up_value<MK_WARPS / 2>(at, 4 * s.rows, norm) : mk_up_value<MK_WARPS>(at, 4 * s.rows, norm);
+            if (i < s.rows && d->lane < MK_UNIT) y = 2 * s.rows > MK_SIDE_ROWS ? mk_up_value<MK_WARPS / 2>(at, 4 * s.rows, norm) : mk_up_value<MK_WARPS>(at, 4 * s.rows, norm);
             __syncwarp();
             if (g * MK_UNIT < s.rows) mk_publish_at((uint4 *)to, false, s.rows, g, y, f->place.out_epoch, d->lane);
             for (g += MK_WARPS; g >= units; g -= units) u++;

@@ -684,7 +684,7 @@ MK_DEV void mk_red_put(const mk_dev *d, uint32_t base, const mk_tile *t, uint32_
 {
     const uint32_t c = 2 * (d->lane & 3), stride = mk_red_rows(t->rows), partial = (d->warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), ways = mk_ways(t->rows), member = d->warp % MK_GROUP_WARPS;
     if (partial >= t->nst || c >= cols) return;
-    const uint32_t row0 = (ways < MK_GROUP_WARPS ? (member >> 1) * 16 * MK_TILES : 0) + (d->lane >> 2);
+    const uint32_t row0 = (ways < MK_GROUP_WARPS ? (member >> 1) * MK_SIDE_ROWS : 0) + (d->lane >> 2);
     float *r = d->sh->red + base + ((partial * ways + (member & (ways - 1))) * cols + c) * stride;
 #pragma unroll
     for (uint32_t j = 0; j < MK_TILES; j++) {
@@ -725,16 +725,16 @@ MK_DEV float mk_red_get(uint32_t base, uint32_t form, uint32_t i, uint32_t c)
 }
 
 /* Of an expert's slice: [partial][column][64 or 128 rows], a partial sum a group and K way, however many there are in it. */
-#define MK_PARTS(cols) ((cols) * MK_WARPS * 16 * MK_TILES)
+#define MK_PARTS(cols) ((cols) * MK_WARPS * MK_SIDE_ROWS)
 MK_DEV uint32_t mk_parts_log(uint32_t n)
 {
-    return n > 16 * MK_TILES ? 7 : 6;
+    return n > MK_SIDE_ROWS ? 7 : 6;
 }
 /* This warp's part; at: of the first stage. mask: the columns that somebody asks for, which lie there one after the other. */
 MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, uint32_t mask, const mk_accs *acc)
 {
     const uint32_t c = 2 * (d->lane & 3), log = mk_parts_log(n), group = (d->warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = d->warp % MK_GROUP_WARPS;
-    const uint32_t partial = log == 7 ? group * 2 + (member & 1) : group * 4 + member, row0 = log == 7 ? (member >> 1) * 16 * MK_TILES : 0;
+    const uint32_t partial = log == 7 ? group * 2 + (member & 1) : group * 4 + member, row0 = log == 7 ? (member >> 1) * MK_SIDE_ROWS : 0;
     const bool first = mask >> c & 1, second = mask >> c & 2;
     float *r = red + ((partial * __popc(mask) + __popc(mask & (1u << c) - 1)) << log) + row0 + (d->lane >> 2), *s = r + (first ? 1u << log : 0);
 #pragma unroll
@@ -748,11 +748,11 @@ MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, u
 MK_DEV uint32_t mk_part_at(uint32_t red, uint32_t n, uint32_t at)
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = warp % MK_GROUP_WARPS;
-    return red + (n > 16 * MK_TILES ? (group * 2 + (member & 1)) * 512 + (member >> 1) * 256 : (group * 4 + member) * 256) + lane; /* lanes 0, 4, 8 ...: rows 0, 1, 2 ... */
+    return red + (n > MK_SIDE_ROWS ? (group * 2 + (member & 1)) * 512 + (member >> 1) * 256 : (group * 4 + member) * 256) + lane; /* lanes 0, 4, 8 ...: rows 0, 1, 2 ... */
 }
 MK_DEV void mk_part_put(uint32_t at, uint32_t n, const mk_accs *acc)
 {
-    const uint32_t tiles = n > 16 * MK_TILES ? MK_TILES : (n + 15) / 16;
+    const uint32_t tiles = n > MK_SIDE_ROWS ? MK_TILES : (n + 15) / 16;
     if (threadIdx.x & 3) return;
 #pragma unroll
     for (uint32_t j = 0; j < MK_TILES; j++) {
@@ -764,7 +764,7 @@ MK_DEV void mk_part_put(uint32_t at, uint32_t n, const mk_accs *acc)
 /* In the order of mk_red_get. at: of row i. */
 MK_DEV float mk_part_get(uint32_t at, uint32_t n)
 {
-    const bool wide = n > 16 * MK_TILES;
+    const bool wide = n > MK_SIDE_ROWS;
     const uint32_t step = wide ? 512 : 256;
     float x[MK_WARPS], sum = 0;
 #pragma unroll

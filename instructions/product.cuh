@@ -195,8 +195,8 @@ typedef struct mk_way {
 template <bool FP8, bool BY_ROW = false> MK_DEV mk_way mk_way_of(const mk_tile *t, uint32_t at, uint32_t scales)
 {
     const uint32_t rows = t->rows, warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = warp % MK_GROUP_WARPS;
-    const bool sides = rows > 16 * MK_TILES;
-    const uint32_t half = t->halves == 2 ? rows / 2 : rows, row0 = sides ? (member >> 1) * 16 * MK_TILES : 0;
+    const bool sides = rows > MK_SIDE_ROWS;
+    const uint32_t half = t->halves == 2 ? rows / 2 : rows, row0 = sides ? (member >> 1) * MK_SIDE_ROWS : 0;
     mk_way w;
     w.first = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1);
     w.ways = mk_ways(rows);
