@@ -204,13 +204,6 @@ MK_DEV void mk_att_prefetch(const uint8_t *page, uint32_t span)
     for (uint32_t i = threadIdx.x * 128; i < span; i += MK_COMPUTE * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(page + i));
 }
 
-/* e^x. */
-MK_DEV float mk_exp_fast(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fmul_rn(x, 1.44269504f)));
-    return y;
-}
 /* 1 / x of a sum of p, which is neither tiny nor huge. */
 MK_DEV float mk_reciprocal(float x)
 {

@@ -77,30 +77,22 @@ MK_DEV float mk_warp_four(float4 v, uint32_t lane)
     return s;
 }
 
-MK_DEV float mk_delta_exp(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fmul_rn(x, 1.44269504f)));
-    return y;
-}
 /* x * sigmoid(y). */
 MK_DEV float mk_delta_gate(float x, float y)
 {
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(__fadd_rn(mk_delta_exp(-y), 1.0f)));
-    return __fmul_rn(x, r);
+    return __fmul_rn(x, mk_sigmoid(y));
 }
 /* e^(rate * softplus(x)). The hardware's functions are good to 1e-7 of 1; near a factor of 1, which is applied for thousands of tokens, what is taken away from it has
  * to be as good as that. */
 MK_DEV float mk_delta_decay(float x, float rate)
 {
-    const float t = mk_delta_exp(x);
+    const float t = mk_exp_fast(x);
     float lg;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(lg) : "f"(__fadd_rn(1.0f, t)));
     const float small = __fmul_rn(t, __fmaf_rn(t, __fmaf_rn(t, __fmaf_rn(t, -0.25f, 0.333333333f), -0.5f), 1.0f)); /* log(1 + t) */
     const float soft = x > 20.0f ? x : t < 0.03125f ? small : __fmul_rn(lg, 0.693147181f), g = __fmul_rn(rate, soft);
     const float near1 = __fmaf_rn(g, __fmaf_rn(g, __fmaf_rn(g, __fmaf_rn(g, 0.0416666667f, 0.166666667f), 0.5f), 1.0f), 1.0f);
-    return g > -0.0625f ? near1 : mk_delta_exp(g);
+    return g > -0.0625f ? near1 : mk_exp_fast(g);
 }
 
 /* The last inputs of a channel before row r, where the row does not follow the one before it. */
@@ -247,7 +239,7 @@ template <uint32_t LOW> MK_DEV const uint8_t *mk_delta_segment(const uint8_t *se
 template <uint32_t LOW> MK_DEV void mk_delta_low(const mk_dev *d, const mk_delta *e, const uint8_t *tape, const float *param, mk_delta_row *rows, uint4 *a, float *scale)
 {
     const uint32_t nrows = d->step->nrows, lane = d->lane, tiles = (e->dv + 15) / 16, i = lane & 15;
-    const float rate = -mk_delta_exp(__ldg(param));
+    const float rate = -mk_exp_fast(__ldg(param));
 #pragma unroll 1
     for (uint32_t which = 0;; which++) {
         const uint32_t n = which ? e->dv : MK_DELTA_DK, channel = 16 * d->warp + i;
@@ -309,7 +301,7 @@ template <uint32_t LOW> MK_DEV void mk_delta_take(const mk_dev *d, const mk_delt
             } else if (!is_b) {
                 p = __ldg(param + 1 + i + (is_f ? 0 : head ? 1 : MK_DELTA_DK));
             }
-            if (is_f) rate = -mk_delta_exp(__ldg(param));
+            if (is_f) rate = -mk_exp_fast(__ldg(param));
         }
         if (u < 2 * MK_WARPS) {
 #pragma unroll
@@ -590,7 +582,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
             if (LOW || is_b)
                 x->beta = mk_delta_gate(1.0f, y);
             else if (is_f)
-                x->a[i] = mk_delta_decay(y + p, -mk_delta_exp(rate));
+                x->a[i] = mk_delta_decay(y + p, -mk_exp_fast(rate));
             else
                 x->z[i] = p * mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y);
         }
@@ -610,7 +602,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
             const float y = mk_delta_result(lane, g), gate = __fmul_rn(z.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y));
             if (lane < 16) x->z[16 * warp + lane] = gate;
         }
-        const float decay = mk_delta_decay(mk_delta_result(lane, f) + tile.p, -mk_delta_exp(rate));
+        const float decay = mk_delta_decay(mk_delta_result(lane, f) + tile.p, -mk_exp_fast(rate));
         if (lane < 16) x->a[16 * warp + lane] = decay;
         mk_sync();
     }

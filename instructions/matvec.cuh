@@ -96,6 +96,13 @@ MK_DEV mk_f16_shift mk_row_shift(const mk_dev *d, const mk_plan *p, uint32_t r, 
     const uint4 a = *(const uint4 *)t, b = *(const uint4 *)(t + 4);
     return mk_f16_shift_of(max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w))));
 }
+/* e^x. */
+MK_DEV float mk_exp_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fmul_rn(x, 1.44269504f)));
+    return y;
+}
 /* 1 / sqrt(x), sigmoid(x) and x sigmoid(x) to some 1e-7 in few instructions: they stand between the last product and the next exchange. */
 MK_DEV float mk_rsqrt(float x)
 {
@@ -105,9 +112,8 @@ MK_DEV float mk_rsqrt(float x)
 }
 MK_DEV float mk_sigmoid(float x)
 {
-    float e, r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, -1.44269504f)));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(__fadd_rn(e, 1.0f)));
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(__fadd_rn(mk_exp_fast(-x), 1.0f)));
     return r;
 }
 MK_DEV float mk_silu(float x)
