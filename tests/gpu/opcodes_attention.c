@@ -1,5 +1,5 @@
 /* KV_APPEND, MLA_PARTIAL, COMBINE, GQA_APPEND, GQA_PARTIAL. Logical rows 0, 1, 2 are three tokens of one stream that cross a page edge; the others stand at
- * positions that exercise page and split edges. Whatever of the cache no token has is NaN. */
+ * positions that exercise page and split edges. A run of GQA_PARTIAL: all rows are one stream's. Whatever of the cache no token has is NaN. */
 #include "instructions/latent.h"
 #include "tests/gpu/opcodes.h"
 
@@ -19,15 +19,20 @@ static void positions(mk_case *c, uint32_t far)
     memcpy(c->pos, pos, sizeof pos);
 }
 
-static void rows_of_streams(mk_case *c)
+/* The first n logical rows are consecutive tokens of stream 0, from position `first` on. */
+static void rows_of_one_stream(mk_case *c, uint32_t n, uint32_t first)
 {
     for (uint32_t r = 0; r < c->step.nrows; r++) {
         mk_row *row = &c->step.row[r];
-        if (c->row_id[r] >= 3) continue;
+        if (c->row_id[r] >= n) continue;
         row->slot = row->state_read = row->state_write = 0;
-        row->pos = c->pos[0] + c->row_id[r];
+        row->pos = first + c->row_id[r];
         row->flags &= ~(uint32_t)MK_ROW_FIRST;
     }
+}
+static void rows_of_streams(mk_case *c)
+{
+    rows_of_one_stream(c, 3, c->pos[0]);
 }
 
 /* bf16 values between -2 and 2 for all tokens that a row of the step looks at. */
@@ -178,7 +183,7 @@ static void combine_feed(mk_case *c, const void *arg)
 
 typedef struct gqa_arg {
     uint32_t heads, kv_heads, dim, rope, norm, far, grain, most;
-    uint32_t run; /* 1: all rows are one stream's, up to `far` */
+    uint32_t run; /* 1: all rows are one stream's, logical row CASE_STREAMS - 1 at `far` */
 } gqa_arg;
 
 static uint32_t gqa_params(mk_case *c, const gqa_arg *a)
@@ -227,24 +232,13 @@ static void gqa_make(mk_case *c, const void *arg)
     positions(c, a->far);
 }
 
-/* Consecutive tokens of stream 0, of which case row CASE_STREAMS - 1 is the last. */
-static void rows_of_one_stream(mk_case *c, uint32_t far)
-{
-    for (uint32_t r = 0; r < c->step.nrows; r++) {
-        mk_row *row = &c->step.row[r];
-        row->slot = row->state_read = row->state_write = 0;
-        row->pos = far + 1 + c->row_id[r] - CASE_STREAMS;
-        row->flags &= ~(uint32_t)MK_ROW_FIRST;
-    }
-}
-
 static void gqa_feed(mk_case *c, const void *arg)
 {
     const gqa_arg *a = arg;
     case_input(c, 0, 1);
     case_signalled(c, 1);
     if (a->run)
-        rows_of_one_stream(c, a->far);
+        rows_of_one_stream(c, CASE_STREAMS, a->far + 1 - CASE_STREAMS);
     else
         rows_of_streams(c);
     fill_cache(c, 0, a->dim, 2 * a->kv_heads);
