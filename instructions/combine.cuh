@@ -102,7 +102,8 @@ MK_CALL void mk_combine_rows(const mk_insn *in)
         mk_combine_look(look, part + latent, stride, splits, lane);
         const float sum = mk_reciprocal(mk_warp_sum(mk_combine_weights(w, look)));
 #pragma unroll 1
-        for (uint32_t i = 4 * lane; i < n || i == 4 * lane; i += 128) {
+        for (uint32_t c = 0; c < n; c += 128) { /* by all lanes: there are shuffles inside */
+            const uint32_t i = c + 4 * lane;
             float4 y[MK_WARPS] = {}, all = make_float4(0, 0, 0, 0);
             const float *p = part + m->first + i;
 #pragma unroll 1
@@ -146,7 +147,8 @@ MK_CALL void mk_combine_one(const mk_insn *in)
     if (m->gate && d->warp == MK_WARPS - 1) mk_combine_gate(d, f->place.in[1], 0, f->place.epoch[1], gate); /* published before the partials were begun */
     mk_counter_wait(d, 0);
 #pragma unroll 1
-    for (uint32_t i = 4 * lane; i < n || i == 4 * lane; i += 128) {
+    for (uint32_t c = 0; c < n; c += 128) { /* by all lanes: there are shuffles inside */
+        const uint32_t i = c + 4 * lane;
         float2 look[MK_COMBINE_LOOKS];
         float w[MK_COMBINE_LOOKS];
         float4 v[MINE], y = make_float4(0, 0, 0, 0);

@@ -264,6 +264,7 @@ const case_spec attention_cases[] = {
     {"COMBINE", "4 heads of 256 in 2 slices, gated", C(.latent = 256, .heads = 4, .slices = 2, .gate = 1, .far = 4095)},
     {"COMBINE", "8 heads of 128 in 1 slice, gated", C(.latent = 128, .heads = 8, .slices = 1, .gate = 1, .far = 700)},
     {"COMBINE", "3 heads of 512 in 1 slice, gated, to 4096", C(.latent = 512, .heads = 3, .slices = 1, .gate = 1, .far = 4096)},
+    {"COMBINE", "5 heads of 192 in 1 slice, gated, to 3000", C(.latent = 192, .heads = 5, .slices = 1, .gate = 1, .far = 3000)},
     {"GQA_APPEND", "8 KV heads of 128", K(.heads = 32, .kv_heads = 8, .dim = 128, .rope = 128, .far = 300)},
     {"GQA_APPEND", "2 KV heads of 256, rope 64, norm", K(.heads = 16, .kv_heads = 2, .dim = 256, .rope = 64, .norm = 1, .far = 300)},
     {"GQA_PARTIAL", "32 heads, 8 KV heads of 128, to 1100", Q(.heads = 32, .kv_heads = 8, .dim = 128, .rope = 128, .far = 1100), 7},
