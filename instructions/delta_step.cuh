@@ -524,14 +524,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
     }
     const mk_spot spot = mk_spot_of(d, 0, key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid, false);
     const uint4 look = mk_spot_look(&spot, 0);
-    float4 s[MK_DELTA_COLS], past = make_float4(0, 0, 0, 0);
-    if (!begins) past = __ldcg((const float4 *)from + d->tid);
-    const float4 w = __ldg((const float4 *)weight + d->tid), *const columns = (const float4 *)(from + matrix) + d->tid;
-#pragma unroll
-    for (uint32_t c = 0; c < MK_DELTA_COLS; c++) {
-        s[c] = make_float4(0, 0, 0, 0);
-        if (!begins && warp + c * MK_WARPS < dv) s[c] = __ldcg(columns + c * MK_WARPS * (MK_DELTA_DK / 4));
-    }
+    /* in the order in which they are needed, for they come from L2 one after the other */
     mk_delta_tile<LOW> tile, z = {};
     mk_delta_open open, z_open = {};
     float rate = 0;
@@ -540,6 +533,14 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         mk_delta_ask<LOW>(e, 0, tape, param, warp, lane, &tile);
         if (has_z) mk_delta_ask<LOW>(e, 1, tape, param, warp, lane, &z);
         rate = __ldg(param);
+    }
+    float4 s[MK_DELTA_COLS], past = make_float4(0, 0, 0, 0);
+    if (!begins) past = __ldcg((const float4 *)from + d->tid);
+    const float4 w = __ldg((const float4 *)weight + d->tid), *const columns = (const float4 *)(from + matrix) + d->tid;
+#pragma unroll
+    for (uint32_t c = 0; c < MK_DELTA_COLS; c++) {
+        s[c] = make_float4(0, 0, 0, 0);
+        if (!begins && warp + c * MK_WARPS < dv) s[c] = __ldcg(columns + c * MK_WARPS * (MK_DELTA_DK / 4));
     }
 
     /* units of 32 other values: f (no low rank), b, v, z (no low rank); with a low rank there are fewer than warps */
