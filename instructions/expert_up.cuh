@@ -133,8 +133,9 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
             const mk_tile t = mk_up_tile(&f->plan, &slice);
             uint32_t part = mk_part_at(red + n * (4 * MK_PARTS(1)), t.rows, ring.at);
             mk_keep(&part);
-            const mk_accs acc = mk_product_of<FORM, true>(MK_EXPERT, &ring, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), 1, MK_NO_NORM, mk_no_sum());
-            mk_part_put(part, t.rows, &acc);
+            const mk_lap lap = d->sh->lap[MK_EXPERT];
+            const mk_way way = mk_way_of<FORM == MK_X_F16>(&t, ring.at, lap.scales);
+            mk_product_one<FORM>(MK_EXPERT, &ring, &t, mk_uniform(mk_tiles_of(t.rows)), &way, &lap, x, mk_row_stride(f->plan.x.k), MK_NO_NORM, part, d->lane);
             mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
         }
         mk_sync();

@@ -16,9 +16,9 @@ template <uint32_t FORM, bool FAR> MK_CALL void mk_gemv_one(const mk_insn *in)
     mk_memo *memo = d->memo;
     const uint32_t n = in->gemv.n, group = d->warp, i = min(group * MK_UNIT + d->lane, n - 1), step = sh->step.seq; /* who has no value does as the last one */
     /* what is asked of a warp as a whole */
-    const uint32_t control = mk_uniform(p->end | p->one << 16 | (memo->staged == p->key && memo->step == step) << 24 | (group * MK_UNIT < n) << 25);
-    const uint32_t end = control & 0xffffu;
-    const bool staged_before = control >> 24 & 1, unit = control >> 25;
+    const uint32_t control = mk_uniform(p->end | p->one << 16 | (memo->staged == p->key && memo->step == step) << 24 | (group * MK_UNIT < n) << 25 | mk_tiles_of(p->tile.rows) << 26);
+    const uint32_t end = control & 0xffffu, tiles = control >> 26;
+    const bool staged_before = control >> 24 & 1, unit = control >> 25 & 1;
     mk_next slot = memo->next[MK_TAPE];
     const uint32_t at = slot.at, turn = memo->turn, beside = p->beside, parity = memo->parity ^ !staged_before;
     const bool mine = group * MK_UNIT + d->lane < n && d->lane < MK_UNIT, residual = unit && (end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS;
@@ -57,9 +57,9 @@ template <uint32_t FORM, bool FAR> MK_CALL void mk_gemv_one(const mk_insn *in)
         res = __uint_as_float(i % 3 == 0 ? look.x : i % 3 == 1 ? look.y : look.z);
     }
 
-    const mk_accs acc = mk_product_by<FORM, true>(MK_TAPE, &slot, &t, &way, &lap, 0, t.nst, mk_smem(sh->staging) + beside, mk_row_stride(p->x.k), 1, p->head_shift, mk_no_sum());
-    mk_part_put(part, rows, &acc);
-    const float norm = mk_row_factor(d, p, 0) * in->gemv.scale;
+    float norm = mk_row_factor(d, p, 0) * in->gemv.scale; /* now: a warp waits for a stage rather than all for a warp */
+    asm volatile("" : "+f"(norm));
+    mk_product_one<FORM>(MK_TAPE, &slot, &t, tiles, &way, &lap, mk_smem(sh->staging) + beside, mk_row_stride(p->x.k), p->head_shift, part, d->lane);
     mk_sync();
     mk_trace_publish(d);
     if (unit) {

@@ -76,7 +76,7 @@ MK_DEV const mk_fed *mk_fed_of(const mk_insn *in)
     return (const mk_fed *)in;
 }
 
-/* A row's largest magnitude, as bf16, and its sum of squares: by warp. */
+/* A row's largest magnitude, as bf16, of which `top` is a lane's, and its sum of squares, of which `sum` is the warp's: by warp. */
 MK_DEV void mk_row_top(const mk_dev *d, uint32_t r, uint32_t top)
 {
     top = __reduce_max_sync(0xffffffffu, top);
@@ -84,7 +84,6 @@ MK_DEV void mk_row_top(const mk_dev *d, uint32_t r, uint32_t top)
 }
 MK_DEV void mk_row_squares(const mk_dev *d, uint32_t parity, uint32_t r, float sum)
 {
-    sum = mk_warp_sum(sum);
     if (d->lane == 0) d->sh->sumsq[parity][r][d->warp] = sum;
 }
 static_assert(MK_WARPS == 8, "mk_row_shift, mk_row_factor");
@@ -210,13 +209,16 @@ MK_DEV uint32_t mk_ask(uint4 (&q)[LOADS], uint32_t (&at)[LOADS], uint32_t (&valu
     }
     return wanted;
 }
-/* A lane writes what K blocks of the warp's `group` are multiplied by. beside: mk_plan.beside. */
+/* A lane writes what K blocks of the warp's `group`, which has up to three, are multiplied by. beside: mk_plan.beside. */
 MK_DEV void mk_factor_put(uint32_t k, uint32_t values, uint32_t group, uint32_t beside, float factor)
 {
-    float *to = mk_sh()->factor + beside / 128 + group * values / 64;
-#pragma unroll 1
-    for (uint32_t v = group * values, end = v + values; v < end && v < k; v += 64) *to++ = factor;
+    const uint32_t v = group * values, n = min(values, k - v);
+    float *to = mk_sh()->factor + beside / 128 + v / 64;
+    to[0] = factor;
+    if (n > 64) to[1] = factor;
+    if (n > 128) to[2] = factor;
 }
+static_assert(sizeof(((mk_hands *)0)->values) == 1, "a group has fewer than 256 values, whole K blocks: three at most");
 
 /* Stages a vector of one row without a prologue whose slices are not alike, where there is a thread a packet: the host's map says what it carries. No barrier behind it yet. */
 template <uint32_t FORM> MK_DEV void mk_take_each(const mk_dev *d, const mk_insn *in)
@@ -346,6 +348,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
         }
     }
     __syncwarp();
+    if (RMS) sum = FP8 ? mk_warp_add(sum, 16) : mk_warp_sum(sum); /* step by step, for each takes long, between what follows */
     float factor = 1;
     if (FP8) {
         const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
@@ -353,6 +356,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
 #pragma unroll
         for (uint32_t j = 0; j < LOADS; j++) {
             if (j && j % PART == 0 && group0 + value[j] >= k) break;
+            if (RMS && j < 4) sum = mk_warp_add(sum, 8 >> j);
             const uint32_t to = to0 + 2 * value[j], a = mk_f16_pair_shifted(q[j].x, shift.less), b = mk_f16_pair_shifted(q[j].y, shift.less);
             const bool has = wanted & 1u << j;
             if (F32) {
@@ -367,6 +371,8 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
             }
         }
     }
+#pragma unroll
+    for (uint32_t j = LOADS; RMS && FP8 && j < 4; j++) sum = mk_warp_add(sum, 8 >> j);
     /* a lane a group, for its K blocks */
     const uint32_t group = d->warp + d->lane * MK_WARPS;
     if (HEADS && group * g.values < k) {
@@ -755,17 +761,6 @@ MK_DEV uint32_t mk_part_at(uint32_t red, uint32_t n, uint32_t at)
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = warp % MK_GROUP_WARPS;
     return red + (n > MK_SIDE_ROWS ? (group * 2 + (member & 1)) * 512 + (member >> 1) * 256 : (group * 4 + member) * 256) + lane; /* lanes 0, 4, 8 ...: rows 0, 1, 2 ... */
-}
-MK_DEV void mk_part_put(uint32_t at, uint32_t n, const mk_accs *acc)
-{
-    const uint32_t tiles = n > MK_SIDE_ROWS ? MK_TILES : (n + 15) / 16;
-    if (threadIdx.x & 3) return;
-#pragma unroll
-    for (uint32_t j = 0; j < MK_TILES; j++) {
-        if (j >= tiles) break;
-        mk_sts32(at + 64 * j, __float_as_uint(acc->tile[j].x));
-        mk_sts32(at + 64 * j + 32, __float_as_uint(acc->tile[j].z));
-    }
 }
 /* In the order of mk_red_get. at: of row i. */
 MK_DEV float mk_part_get(uint32_t at, uint32_t n)

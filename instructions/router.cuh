@@ -87,7 +87,7 @@ template <uint32_t ROWS> MK_CALL void mk_router(const mk_insn *in)
                 }
             }
             __syncwarp();
-            mk_row_squares(d, parity, row0 + r, squares);
+            mk_row_squares(d, parity, row0 + r, mk_warp_sum(squares));
             from += row_packets;
 #pragma unroll
             for (uint32_t j = 0; ROWS > 1 && j < LOADS; j++) q[j] = coming[j];

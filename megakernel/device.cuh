@@ -794,11 +794,13 @@ MK_DEV void mk_stage_await(uint32_t bar, uint32_t parity, uint32_t kind)
     mk_shared *sh = mk_sh();
     const bool traced = threadIdx.x == 0 && sh->trace.on;
     const uint32_t since = traced ? mk_now_low() : 0;
-    do {
-        mk_flag_set(&sh->stage_kind, kind);
+    mk_flag_set(&sh->stage_kind, kind);
+    while (!mk_mbar_try(bar, parity))
         if (mk_flag_get(&sh->aborted)) return;
-    } while (!mk_mbar_try(bar, parity));
-    if (traced) sh->trace.weights += mk_now_low() - since;
+    if (__builtin_expect(traced, 0)) { /* a branch: its instructions stand between the stage and the product */
+        asm volatile("");
+        sh->trace.weights += mk_now_low() - since;
+    }
 }
 /* The same, should it be there already. */
 MK_DEV void mk_stage_wait(uint32_t bar, uint32_t parity, uint32_t kind)
@@ -924,10 +926,15 @@ MK_DEV float mk_bf16_value(uint32_t bits)
 {
     return __uint_as_float(bits << 16);
 }
+/* A step of a sum over the warp, whose order is 16, 8, 4, 2, 1. */
+MK_DEV float mk_warp_add(float v, int m)
+{
+    return v + __shfl_xor_sync(0xffffffffu, v, m);
+}
 MK_DEV float mk_warp_sum(float v)
 {
 #pragma unroll
-    for (int m = 16; m; m >>= 1) v += __shfl_xor_sync(0xffffffffu, v, m);
+    for (int m = 16; m; m >>= 1) v = mk_warp_add(v, m);
     return v;
 }
 
