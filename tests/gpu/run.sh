@@ -6,7 +6,9 @@
 cd "$(dirname "$0")/../.." || exit 2
 export BUILD=${BUILD:-build}
 [ -e /dev/nvidiactl ] || { echo 'check-gpu: no NVIDIA driver on this machine' >&2; exit 9; }
-[ -x "$BUILD/tests/gpu/test_gpu" ] || { echo "check-gpu: $BUILD/tests/gpu/test_gpu is not there: make all tests (with nvcc) makes it" >&2; exit 2; }
+for f in mkd mkctl tests/mkd-debug tests/gpu/{test_gpu,test_opcodes,test_setup,bus,tear,latency,hang_client,soak,libcount_api.so,race_gpu,race_model}; do
+    [ -x "$BUILD/$f" ] || { echo "check-gpu: $BUILD/$f is not there: make all tests (with nvcc) makes it" >&2; exit 2; }
+done
 TOP=${OUT:-$(mktemp -d)}
 mkdir -p "$TOP"
 T=$BUILD/tests/gpu
