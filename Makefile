@@ -24,7 +24,7 @@ TESTLIB := $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/support/*.c))
 CUDA    := $(wildcard instructions/*.cu megakernel/*.cu host/*.cu tests/*.cu profiles/*.cu)
 DEPS    := build-essential libzmq3-dev libjansson-dev libcmocka-dev libnuma-dev python3 python3-zmq
 
-.PHONY: help all tests deps test asan demo check-gpu bench trace-picture install clean FORCE
+.PHONY: help all tests deps test asan demo check-gpu bench gpu-package trace-picture install clean FORCE
 .SECONDARY:
 help:
 	@echo 'make deps         install what a fresh Debian 12 needs (apt; root or sudo)'
@@ -34,6 +34,7 @@ help:
 	@echo 'make demo         start the daemon on the small checkpoint, stream a generation, stop (PROMPT=, SEED=)'
 	@echo 'make check-gpu    GPU tests; run on the machine with the GPU'
 	@echo 'make bench        benchmarks; JSON under profiles/results/'
+	@echo 'make gpu-package  what check-gpu and bench run, as $(BUILD)/gpu-package.tar.xz: for a machine with a GPU and no compiler (needs nvcc)'
 	@echo 'make trace-picture TRACE=t.json OUT=step.svg [STEP=0]   one step of what mkctl trace -o t.json wrote'
 	@echo 'make install PREFIX=/usr/local DESTDIR='
 
@@ -150,6 +151,12 @@ check-gpu:
 	@BUILD=$(BUILD) tests/gpu/run.sh
 bench:
 	@BUILD=$(BUILD) profiles/bench.sh
+# What they run, without symbols, to be unpacked beside a copy of this tree.
+gpu-package: tests
+	@[ -n '$(NVCC)' ] || { echo 'gpu-package: needs nvcc' >&2; exit 2; }
+	@set -e; d=$$(mktemp -d); trap "rm -rf $$d" EXIT; \
+	for f in $$(tests/gpu/run.sh --programs) profiles/baseline; do install -D -s -m 755 $(BUILD)/$$f $$d/build/$$f; done; \
+	XZ_OPT='-3 -T0' tar -C $$d -cJf $(BUILD)/gpu-package.tar.xz build; ls -s --block-size=M $(BUILD)/gpu-package.tar.xz
 
 TRACE ?= t.json
 OUT   ?= step.svg
