@@ -257,7 +257,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
 {
     constexpr uint32_t LOADS = MK_LOADS_OF(F32, PRO), PART = LOADS < 4 ? LOADS : LOADS % 4 ? 5 : 4, WORDS = F32 ? 2 : 3;
     constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS || (F32 && PRO == MK_ONE_FAR), HEADS = PRO == MK_ONE_HEADS;
-    static_assert(LOADS % PART == 0, "parts are whole");
+    static_assert(LOADS % PART == 0 && (!RMS || PART >= 4), "parts are whole, and the first has the steps of a sum over the warp");
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *p = &f->plan;
@@ -371,8 +371,6 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
             }
         }
     }
-#pragma unroll
-    for (uint32_t j = LOADS; RMS && FP8 && j < 4; j++) sum = mk_warp_add(sum, 8 >> j);
     /* a lane a group, for its K blocks */
     const uint32_t group = d->warp + d->lane * MK_WARPS;
     if (HEADS && group * g.values < k) {
@@ -761,6 +759,34 @@ MK_DEV uint32_t mk_part_at(uint32_t red, uint32_t n, uint32_t at)
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = warp % MK_GROUP_WARPS;
     return red + (n > MK_SIDE_ROWS ? (group * 2 + (member & 1)) * 512 + (member >> 1) * 256 : (group * 4 + member) * 256) + lane; /* lanes 0, 4, 8 ...: rows 0, 1, 2 ... */
+}
+template <uint32_t NT> MK_DEV void mk_part_put(uint32_t at, uint32_t lane, const mk_accs *acc)
+{
+    if (lane & 3) return;
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++) {
+        mk_sts32(at + 64 * j, __float_as_uint(acc->tile[j].x));
+        mk_sts32(at + 64 * j + 32, __float_as_uint(acc->tile[j].z));
+    }
+}
+/* A segment of one row times what is staged, from the ring's next stage on; the warp's part is put at `part`. tiles: mk_tiles_of its rows, as the whole warp knows it. */
+template <uint32_t FORM, uint32_t NT>
+MK_DEV void mk_product_put(uint32_t ring, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t x, uint32_t stride, uint32_t head_shift, uint32_t part, uint32_t lane)
+{
+    const mk_accs acc = mk_product_as<FORM, NT, true>(ring, slot, t, y, lap, 0, t->nst, x, stride, 1, head_shift, mk_no_sum());
+    mk_part_put<NT>(part, lane, &acc);
+}
+template <uint32_t FORM>
+MK_DEV void mk_product_one(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t tiles, const mk_way *y, const mk_lap *lap, uint32_t x, uint32_t stride, uint32_t head_shift, uint32_t part, uint32_t lane)
+{
+    if (tiles == 1)
+        mk_product_put<FORM, 1>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
+    else if (tiles == 2)
+        mk_product_put<FORM, 2>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
+    else if (tiles == 3)
+        mk_product_put<FORM, 3>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
+    else
+        mk_product_put<FORM, 4>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
 }
 /* In the order of mk_red_get. at: of row i. */
 MK_DEV float mk_part_get(uint32_t at, uint32_t n)

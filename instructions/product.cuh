@@ -329,65 +329,32 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
     slot->at += s1 - s0;
     return acc;
 }
-MK_DEV mk_accs mk_no_sum(void)
-{
-    const float4 z = make_float4(0, 0, 0, 0);
-    const mk_accs a = {z, z, z, z};
-    return a;
-}
 /* A warp's tiles of a segment: up to MK_TILES; with two sides all warps have so many, of which the second's last may be none. */
 MK_DEV uint32_t mk_tiles_of(uint32_t rows)
 {
     return (min(rows, MK_SIDE_ROWS) + 15) / 16;
-}
-/* A warp's tiles of one column. */
-template <uint32_t NT> MK_DEV void mk_part_put(uint32_t at, uint32_t lane, const mk_accs *acc)
-{
-    if (lane & 3) return;
-#pragma unroll
-    for (uint32_t j = 0; j < NT; j++)
-        asm volatile("st.shared.f32 [%0], %1;\n\tst.shared.f32 [%0 + 32], %2;" ::"r"(at + 64 * j), "f"(acc->tile[j].x), "f"(acc->tile[j].z) : "memory");
-}
-/* A segment of one row times what is staged, from the ring's next stage on; the warp's sums are put at `part` (mk_part_at). tiles: mk_tiles_of its rows, as the whole warp knows it. */
-template <uint32_t FORM, uint32_t NT>
-MK_DEV void mk_product_put(uint32_t ring, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t x, uint32_t stride, uint32_t head_shift, uint32_t part, uint32_t lane)
-{
-    const mk_accs acc = mk_product_as<FORM, NT, true>(ring, slot, t, y, lap, 0, t->nst, x, stride, 1, head_shift, mk_no_sum());
-    mk_part_put<NT>(part, lane, &acc);
-}
-template <uint32_t FORM>
-MK_DEV void mk_product_one(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t tiles, const mk_way *y, const mk_lap *lap, uint32_t x, uint32_t stride, uint32_t head_shift, uint32_t part, uint32_t lane)
-{
-    if (tiles == 1)
-        mk_product_put<FORM, 1>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
-    else if (tiles == 2)
-        mk_product_put<FORM, 2>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
-    else if (tiles == 3)
-        mk_product_put<FORM, 3>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
-    else
-        mk_product_put<FORM, 4>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
-}
-template <uint32_t FORM, bool ONE>
-MK_DEV mk_accs mk_product_by(uint32_t ring, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift,
-                             mk_accs acc)
-{
-    const uint32_t tiles = mk_uniform(mk_tiles_of(t->rows));
-    if (tiles == 1) return mk_product_as<FORM, 1, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
-    if (tiles == 2) return mk_product_as<FORM, 2, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
-    if (tiles == 3) return mk_product_as<FORM, 3, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
-    return mk_product_as<FORM, 4, ONE>(ring, slot, t, y, lap, s0, s1, x, stride, cols, head_shift, acc);
 }
 template <uint32_t FORM, bool ONE>
 MK_DEV mk_accs mk_product_of(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
     const mk_lap lap = mk_sh()->lap[ring];
     const mk_way y = ring == MK_TAPE ? mk_way_of<FORM == MK_X_F16, true>(t, slot->at, lap.scales) : mk_way_of<FORM == MK_X_F16>(t, slot->at, lap.scales);
-    return mk_product_by<FORM, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    const uint32_t tiles = mk_uniform(mk_tiles_of(t->rows));
+    if (tiles == 1) return mk_product_as<FORM, 1, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 2) return mk_product_as<FORM, 2, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 3) return mk_product_as<FORM, 3, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    return mk_product_as<FORM, 4, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
 }
 template <uint32_t FORM>
 MK_DEV mk_accs mk_product(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
     return cols == 1 ? mk_product_of<FORM, true>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc) : mk_product_of<FORM, false>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+}
+MK_DEV mk_accs mk_no_sum(void)
+{
+    const float4 z = make_float4(0, 0, 0, 0);
+    const mk_accs a = {z, z, z, z};
+    return a;
 }
 /* The stages before `slot` lie behind us. */
 MK_DEV void mk_ring_pass(const mk_dev *d, uint32_t ring, const mk_next *slot)
