@@ -70,7 +70,8 @@ typedef struct mk_tape_seg {
     uint16_t nkb, per; /* K blocks; K blocks a stage */
     uint8_t shift;     /* K blocks a scale row: mk_scale_shift */
     uint8_t lm_head;   /* only in steps that need logits */
-    uint8_t pad[6];
+    uint8_t downs;     /* EXPERT_DOWNs between the segment before and this one: mk_shared.downs */
+    uint8_t pad[5];
 } mk_tape_seg;
 static_assert(sizeof(mk_tape_seg) == 32, "two 16-byte loads");
 
@@ -384,6 +385,8 @@ typedef struct mk_shared {
     volatile uint32_t current;           /* instructions begun * 2, less 1 while one is under way */
     volatile uint32_t stage_kind;        /* enum mk_fault_kind of the last stage that was not there at once */
     volatile uint32_t aborted;
+    /* for the static loader, from the expert loader: EXPERT_DOWNs so far whose weights have all been asked for */
+    volatile uint32_t downs;
 } mk_shared;
 
 /* K blocks of a stage, from what a segment's instruction says; loaders and compute warps count alike. A stage never spans two chunks of

@@ -428,8 +428,10 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
     for (uint32_t k = 0; k < n_insn; k++)
         if (insn[k].opcode == MK_OP_GEMV && insn[k].signal_pub < MK_EPOCH_STRIDE) maker[(size_t)insn[k].signal_vec * MK_EPOCH_STRIDE + insn[k].signal_pub] = &insn[k];
     for (uint32_t w = 0; w < W; w++) {
+        uint32_t downs = 0;
         for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
             const mk_insn *in = &insn[k];
+            downs += in->opcode == MK_OP_EXPERT_DOWN;
             if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(g, in);
             if (in->opcode == MK_OP_EXPERT_DOWN) {
                 plan[k].tile = down_tile(in, &expert[n_expert - 1]);
@@ -453,6 +455,8 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             s->stage = s->per * rows * MK_KBLOCK_BYTES;
             s->shift = (uint8_t)mk_scale_shift(scale_k);
             s->lm_head = (uint8_t)lm;
+            s->downs = (uint8_t)downs;
+            downs = 0;
             rc = plan_of(g, in, s, &keys, &plan[k], err);
         }
         if (!rc) asides(insn, plan, queue[w], queue[w + 1]);

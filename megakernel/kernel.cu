@@ -605,12 +605,18 @@ MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh)
     const uint32_t worker = blockIdx.x, first = a->seg_first[worker], end = a->seg_first[worker + 1];
     mk_feed f = feed_ring(sh, MK_TAPE);
     bool on = first < end;
+    uint32_t downs = 0;
     mk_tape_seg next;
     if (on) next = tape_seg(a->seg + first);
     for (uint32_t seq = 0; on && !(MK_ONE_STEP && seq); seq++)
         for (uint32_t i = first; i < end && on; i++) {
             const mk_tape_seg s = next;
             next = tape_seg(a->seg + (i + 1 < end ? i + 1 : first));
+            /* The chosen experts' weights are waited for, those of the layer after them are not yet: they would share the memory's time. */
+            if (!MK_ONE_STEP && s.downs) {
+                downs += s.downs;
+                while ((int32_t)(mk_flag_get(&sh->downs) - downs) < 0 && on) on = !mk_flag_get(&sh->leave);
+            }
             if (s.lm_head && !MK_ONE_STEP) { /* only now does it matter what the step is */
                 uint32_t seen;
                 while ((seen = mk_flag_get(&sh->logits[seq & 3])) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !mk_flag_get(&sh->leave);
@@ -652,7 +658,7 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
 {
     const uint32_t worker = blockIdx.x, first = a->expert_first[worker], end = a->expert_first[worker + 1];
     mk_feed f = feed_ring(sh, MK_EXPERT);
-    uint32_t parity = 0, n_union = 0, any = 0;
+    uint32_t parity = 0, n_union = 0, any = 0, downs = 0;
     bool on = first < end;
     mk_phase_wait();
     const mk_routes *routes = mk_phase_routes(a);
@@ -682,6 +688,7 @@ MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
             const uint8_t *segment = (const uint8_t *)(s.base + routes->expert[j] * s.stride + (uint64_t)t * s.slice_stride);
             on = feed_segment(&f, segment, s.scales, s.nkb * kb_bytes, (rows == s.most ? s.per_most : s.per_less) * kb_bytes, false) && !(s.blank && !feed_blank(&f));
         }
+        if (s.rows) mk_flag_set(&sh->downs, ++downs);
         s = known ? next : stream_of(a, expert_seg(a->expert_seg + after));
         known = false;
     }
@@ -728,7 +735,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         mk_mbar_init(&sh->aside_done, MK_ASIDES * MK_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
-        sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
+        sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->draw_met = sh->current = sh->aborted = sh->downs = 0;
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
         sh->trace.on = sh->trace.weights = 0;
