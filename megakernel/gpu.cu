@@ -455,7 +455,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             s->stage = s->per * rows * MK_KBLOCK_BYTES;
             s->shift = (uint8_t)mk_scale_shift(scale_k);
             s->lm_head = (uint8_t)lm;
-            s->downs = (uint8_t)downs;
+            s->downs = (uint8_t)(downs < 255 ? downs : 255); /* waiting for fewer is only too early */
             downs = 0;
             rc = plan_of(g, in, s, &keys, &plan[k], err);
         }
