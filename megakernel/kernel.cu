@@ -2,7 +2,7 @@
  *
  *   warps 0-7    compute: the instructions of the queue, one after the other, all warps on each
  *   controller   waits for the next step descriptor, then feeds the queue's instructions, a few ahead
- *   static       streams the worker's tape into its ring, over instruction, layer and step boundaries
+ *   static       streams the worker's tape into its ring, over instruction, layer and step boundaries, but not past experts that are still to be streamed
  *   expert       waits for the route of a layer, then streams the slices that fall to this worker
  *   courier      on SCHEDULE's worker: looks for what the host says (instructions/schedule.cuh)
  *   aside        four warps for what is done beside the queue (instructions/aside.cuh)

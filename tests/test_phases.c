@@ -25,12 +25,12 @@ static void count(missing *m, const mk_insn *in, uint32_t parts)
     if (in->opcode == MK_OP_LM_HEAD) m->of[in->lm_head.logits_vec][in->lm_head.logits_pub] += parts;
 }
 
-static void has_all(const char *preset, const mk_program *p, const missing *m, const mk_insn *in, uint32_t k)
+static void has_all(const char *preset, const mk_program *p, const missing *m, const mk_insn *in, uint32_t w, uint32_t k)
 {
     for (int i = 0; i < in->nwait; i++)
         if (p->vec[in->wait[i].vec].scope != MK_LOCAL && m->of[in->wait[i].vec][in->wait[i].pub])
-            fail_msg("%s: phase %u: a %s waits for %s publication %u, of which %u parts are not published", preset, k, mk_opcode_name(in->opcode), p->vec[in->wait[i].vec].name,
-                     in->wait[i].pub, m->of[in->wait[i].vec][in->wait[i].pub]);
+            fail_msg("%s: worker %u, phase %u: a %s waits for %s publication %u, of which %u parts are not published", preset, w, k, mk_opcode_name(in->opcode),
+                     p->vec[in->wait[i].vec].name, in->wait[i].pub, m->of[in->wait[i].vec][in->wait[i].pub]);
 }
 
 /* The number of phases. idle: opcodes, by bits, that may stand in the phase of what they wait for. */
@@ -56,11 +56,12 @@ static uint32_t check(const char *preset, uint32_t workers, uint32_t rows, uint3
                 const mk_insn *in = &ph.insn[x];
                 assert_memory_equal(in, &p->insn[p->queue[w] + done[w]], sizeof *in); /* every queue, whole and in order */
                 done[w]++;
-                if (!(idle >> in->opcode & 1)) has_all(preset, p, left, in, k);
+                if (!(idle >> in->opcode & 1)) has_all(preset, p, left, in, w, k);
             }
         assert_true(any > 0);
         for (uint32_t x = ph.queue[k * W]; x < ph.queue[(k + 1) * W]; x++) count(left, &ph.insn[x], -1u); /* seen by later phases only */
-        for (uint32_t x = ph.queue[k * W]; x < ph.queue[(k + 1) * W]; x++) has_all(preset, p, left, &ph.insn[x], k);
+        for (uint32_t w = 0; w < W; w++)
+            for (uint32_t x = ph.queue[k * W + w]; x < ph.queue[k * W + w + 1]; x++) has_all(preset, p, left, &ph.insn[x], w, k);
         if (k == 0) assert_int_equal(ph.load[0], 0);
         if (k + 1 == ph.n) assert_int_equal(ph.save[k], 0);
         for (uint32_t v = 0; v < p->info.n_vec; v++) {
