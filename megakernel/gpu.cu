@@ -431,11 +431,11 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
         uint32_t downs = 0;
         for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
             const mk_insn *in = &insn[k];
-            downs += in->opcode == MK_OP_EXPERT_DOWN;
             if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(g, in);
             if (in->opcode == MK_OP_EXPERT_DOWN) {
                 plan[k].tile = down_tile(in, &expert[n_expert - 1]);
                 pairs_plan(g, in, &plan[k]);
+                downs++;
             } else if (!in->tape_bytes) {
                 rc = plan_of(g, in, NULL, &keys, &plan[k], err);
                 if (in->opcode == MK_OP_EXPERT_UP) stages_ahead(in, &plan[k], k - queue[w], maker);
