@@ -139,7 +139,10 @@ void mk_fill_dense(mk_ffn_dense *f, uint32_t hidden, uint32_t inter, uint32_t l,
 void mk_fill_moe(mk_moe *e, uint32_t hidden, uint32_t shared, uint32_t l, const char *at, const char *const names[3])
 {
     char name[64];
-    mk_mat_plain(&e->router, e->experts, hidden, 1, "model.layers.%u.%s.gate", l, at);
+    mk_mat_plain(&e->router, hidden, e->experts, 1, "model.layers.%u.%s.gate", l, at); /* transposed: ROUTER has columns */
+    e->router.source = MK_SRC_HEAD_T;
+    e->router.keep_bf16 = 2;
+    e->router.head_n = e->router.head_stride = e->experts;
     mk_par_set(&e->bias, e->experts, "model.layers.%u.%s.gate.e_score_correction_bias", l, at);
     mk_mat_plain(&e->gate, e->inter, hidden, 0, "model.layers.%u.%s.experts.%%u.%s", l, at, names[0]);
     mk_mat_plain(&e->up, e->inter, hidden, 0, "model.layers.%u.%s.experts.%%u.%s", l, at, names[1]);
@@ -150,7 +153,7 @@ void mk_fill_moe(mk_moe *e, uint32_t hidden, uint32_t shared, uint32_t l, const 
 
 void mk_fill_ends(mk_model *m, float eps)
 {
-    mk_mat_plain(&m->embed, m->vocab, m->hidden, 1, "model.embed_tokens");
+    mk_mat_plain(&m->embed, m->vocab, m->hidden, 2, "model.embed_tokens");
     mk_mat_plain(&m->lm_head, m->vocab, m->hidden, 1, m->tied ? "model.embed_tokens" : "lm_head");
     mk_par_set(&m->final_norm.gamma, m->hidden, "model.norm.weight");
     m->final_norm.eps = eps;

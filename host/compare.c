@@ -115,7 +115,21 @@ void mk_pieces(const mk_program *p, const mk_memory *m, const mk_step *step, con
         partials(p, step, in, row, f, arg);
         return;
     case MK_OP_ROUTE:
+        if (row == 0) { /* what it clears has no row */
+            const mk_vec *sums = &p->vec[in->wait[1].vec];
+            const uint32_t all = mk_sums_words(in->route.experts), first = mk_start(worker, all, p->info.workers), n = mk_start(worker + 1, all, p->info.workers) - first;
+            const uint32_t half = mk_half(sums, step->seq, in->wait[1].pub) ^ 1;
+            f(arg, &(mk_piece){.kind = MK_PC_F32, .region = BULK, .off = sums->offset + 8ull * (half * all + first), .bytes = 8ull * n, .n = 2 * n, .first = 2 * first,
+                               .what = "half of a cleared sum"});
+        }
         f(arg, &(mk_piece){.kind = MK_PC_ROUTES, .region = LOCAL, .off = local, .bytes = sizeof(mk_routes), .n = in->route.topk, .what = "routes"});
+        return;
+    case MK_OP_ROUTER:
+        for (uint32_t i = 0; i < in->router.experts; i += MK_SUM_GROUP) {
+            const uint32_t left = in->router.experts - i, n = left < MK_SUM_GROUP ? left : MK_SUM_GROUP;
+            f(arg, &(mk_piece){.kind = MK_PC_SUMS, .region = BULK, .off = v->offset + 8ull * mk_sum_at(in->router.experts, mk_half(v, step->seq, in->signal_pub), row, i),
+                               .bytes = 8ull * n, .n = n, .first = i, .what = "sum"});
+        }
         return;
     case MK_OP_SAMPLE:
         if (in->sample.helper) return;
@@ -218,6 +232,15 @@ void mk_piece_read(const mk_program *p, const mk_piece *pc, const mk_memory *m, 
         v[0] = bits[0], v[1] = (double)s->logprob[row];
         return;
     }
+    case MK_PC_SUMS:
+        for (uint32_t i = 0; i < n; i++) {
+            uint64_t word;
+            memcpy(&word, at + 8ull * i, 8);
+            const float f = mk_sum_value(word, p->vec[in->signal_vec].signals);
+            bits[i] = mk_sums_count(word) == (p->vec[in->signal_vec].signals & 255) ? mk_bits_of(f) : ~0u;
+            v[i] = (double)f;
+        }
+        return;
     case MK_PC_LATENT:
         for (uint32_t i = 0; i < n; i++) {
             const float f = mk_latent_value(at, in->mla.latent, i);
@@ -339,6 +362,24 @@ static double vector_rms(job *j)
     return j->scale[j->row].rms = root(squares, n);
 }
 
+/* Over the row's sums. */
+static double sums_rms(job *j)
+{
+    const mk_insn *in = j->in;
+    if (j->scale[j->row].vec == in->signal_vec && j->scale[j->row].pub == in->signal_pub) return j->scale[j->row].rms;
+    const mk_vec *v = &j->p->vec[in->signal_vec];
+    const uint64_t *word = (const uint64_t *)(j->want->bulk + v->offset);
+    const uint32_t n = in->router.experts, half = mk_half(v, j->step->seq, in->signal_pub);
+    double squares = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const double x = (double)mk_sum_value(word[mk_sum_at(n, half, j->row, i)], v->signals);
+        squares += x * x;
+    }
+    j->scale[j->row].vec = in->signal_vec;
+    j->scale[j->row].pub = in->signal_pub;
+    return j->scale[j->row].rms = root(squares, n);
+}
+
 /* Over all logits of the row that are numbers. */
 static double logits_rms(job *j)
 {
@@ -406,7 +447,7 @@ static void one_piece(void *arg, const mk_piece *pc)
     const mk_insn *in = j->in;
     uint32_t n = mk_piece_values(j->p, pc, in);
     if (!room(j, n + 1)) return;
-    double rms = pc->kind == MK_PC_PACKETS ? vector_rms(j) : 0, tol = pc->kind == MK_PC_STATS ? 1e-5 : mk_tolerance(in);
+    double rms = pc->kind == MK_PC_PACKETS ? vector_rms(j) : pc->kind == MK_PC_SUMS ? sums_rms(j) : 0, tol = pc->kind == MK_PC_STATS ? 1e-5 : mk_tolerance(in);
     if (j->lost) return;
     if (tol < j->c->floor) tol = j->c->floor;
     if (j->c->last && (pc->kind == MK_PC_PACKETS || pc->kind == MK_PC_STATS)) {

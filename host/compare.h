@@ -21,6 +21,7 @@ enum mk_piece_kind {
     MK_PC_PARTIAL,  /* attention partial: n f32, maximum, sum; compared as n quotients and the log-sum-exp */
     MK_PC_ROUTES,   /* a row of mk_routes */
     MK_PC_SAMPLED,  /* a row of mk_sampled */
+    MK_PC_SUMS,     /* n sums (isa.h), all of whose addends are there */
 };
 
 /* One contiguous piece of what an instruction writes for one row. */

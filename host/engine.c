@@ -96,7 +96,7 @@ int mk_engine_open(const mk_engine_config *cfg, mk_engine **out, mk_err *err)
     if (!rc) rc = mk_model_resolve(e->model, e->ck, cfg->weights, err);
     if (!rc) rc = plan_to_fit(e, cfg, cfg->gpu ? &limits : NULL, err);
     if (!rc) rc = mk_validate(e->plan->prog, NULL, err);
-    mk_machine_config mc = {.slots = e->slots, .context = e->context, .epoch0 = cfg->epoch0, .self_test = cfg->self_test, .flight_dir = cfg->flight_dir};
+    mk_machine_config mc = {.slots = e->slots, .context = e->context, .epoch0 = cfg->epoch0, .self_test = cfg->self_test, .unloaded = cfg->unloaded, .flight_dir = cfg->flight_dir};
     if (!rc) rc = (cfg->gpu ? mk_machine_gpu : mk_machine_twin)(e->plan, e->ck, &mc, &e->machine, err);
     mk_checkpoint_close(&e->ck);
     if (rc)

@@ -26,6 +26,7 @@ typedef struct mk_engine_config {
     enum mk_cache kv_cache;
     int act_f32;              /* twin only */
     int self_test;            /* a GPU's opcodes are tested before it serves */
+    int unloaded;             /* synthetic: weights are not streamed (mk_gpu_config) */
     const char *flight_dir;   /* where a hang of the GPU is recorded; NULL or "": the working directory */
     uint32_t epoch0;          /* first epoch (tests: 0xFFFFFFF0) */
 } mk_engine_config;

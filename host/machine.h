@@ -36,6 +36,7 @@ struct mk_machine {
 typedef struct mk_machine_config {
     uint32_t slots, context, epoch0;
     int self_test;          /* GPU: megakernel/selftest.h, before this returns */
+    int unloaded;           /* GPU: mk_gpu_config */
     const char *flight_dir; /* GPU: where mkd-flight-<time>.json goes when the kernel hangs; NULL or "": the working directory */
 } mk_machine_config;
 

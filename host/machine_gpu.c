@@ -256,7 +256,7 @@ int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machin
         mk_numa_place(info.pci, placed, sizeof placed);
         mk_log(MK_LOG_INFO, "%s", placed);
     }
-    mk_gpu_config gc = {.slots = cfg->slots, .context = cfg->context};
+    mk_gpu_config gc = {.slots = cfg->slots, .context = cfg->context, .unloaded = cfg->unloaded};
     if (!rc) rc = mk_ceiling_measure(0, &m->ceiling_gb_s, err);
     if (!rc) rc = mk_gpu_new(plan->prog, &gc, &g->gpu, err);
     if (!rc) rc = ck ? upload(plan, ck, g->gpu, err) : mk_synthesize(plan, g->gpu, err);

@@ -121,6 +121,7 @@ static int run(const mk_options *o, mk_err *err)
                             .gpu = gpu,
                             .synthetic = (int)o->synthetic,
                             .self_test = (int)o->self_test,
+                            .unloaded = (int)o->unloaded,
                             .workers = o->workers,
                             .streams = o->streams,
                             .context = o->context,
@@ -138,6 +139,7 @@ static int run(const mk_options *o, mk_err *err)
         model_name(o->preset[0] ? o->preset : o->model, name, sizeof name);
         if (o->preset[0] && o->lm_head == MK_LM_HEAD_FP8) strcat(name, "-lm_head-fp8"); /* benchmarks name their files after it */
         if (o->preset[0] && o->kv_cache == MK_CACHE_FP8) strcat(name, "-cache-fp8");
+        if (o->unloaded) strcat(name, "-unloaded");
         const mk_model *m = mk_engine_model(e);
         for (uint32_t i = 0; i < m->n_skipped; i++)
             if (m->skipped_tensors[i]) mk_log(MK_LOG_INFO, "not used: %u tensors %s*", m->skipped_tensors[i], m->skipped[i]);

@@ -266,7 +266,7 @@ static void walk_layer(const walker *w, mk_layer *y)
         walk_dense(w, &y->dense);
     } else if (y->ffn == MK_FFN_MOE) {
         mk_moe *e = &y->moe;
-        visit(w, &e->router, 0, 0);
+        visit(w, &e->router, e->router.n, 0);
         visit_par(w, &e->bias, 0);
         visit(w, &e->gate, 0, e->experts);
         visit(w, &e->up, 0, e->experts);
@@ -427,7 +427,7 @@ static int decide(resolver *r, mk_mat *mat, enum mk_st_dtype dtype, uint32_t col
         return MK_OK;
     }
     if (r->mode == MK_WEIGHTS_BF16 || (mat == &r->m->lm_head && r->m->lm_head_mode == MK_LM_HEAD_BF16)) return MK_OK;
-    if (dtype == MK_ST_F8_E4M3 && mat != &r->m->embed) { /* EMBED reads single rows of BF16 */
+    if (dtype == MK_ST_F8_E4M3 && mat->keep_bf16 != 2) {
         mat->wtype = MK_W_FP8;
         if (mat->source == MK_SRC_PLAIN || mat->source == MK_SRC_STACKED || blocks_map(mat, cols)) return MK_OK;
         return mk_fail(r->err, MK_E_MODEL,

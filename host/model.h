@@ -28,7 +28,7 @@ enum mk_lm_head_mode {
 typedef struct mk_mat {
     char tensor[MK_NAME]; /* checkpoint name with ".weight"; may hold one %u for the expert */
     uint8_t source;       /* enum mk_source */
-    uint8_t keep_bf16;    /* models.md section 4 keeps it BF16 (router, lm_head, b_proj, ...) */
+    uint8_t keep_bf16;    /* models.md section 4 keeps it BF16 (router, lm_head, b_proj, ...). 2: even if it is stored as FP8 (EMBED, ROUTER) */
     uint8_t wtype;        /* enum mk_wtype, decided by mk_model_resolve */
     uint8_t exact;        /* MK_W_BF16 out of another dtype: refuse values that BF16 does not hold (mk_model_resolve) */
     uint32_t n, k;

@@ -61,6 +61,8 @@ static const opt table[] = {
      "instead of --model: a published configuration with synthetic weights, e.g. kimi-linear-48b (mkctl synth --help lists them); implies --bench yes"},
     {"bench", "yes|no", OPT_CHOICE, AT(bench), "no", 0, 0, {{"no", 0}, {"yes", 1}},
      "serve pinned streams (mkctl bench --ctx), which read cache pages that they never wrote"},
+    {"unloaded", "yes|no", OPT_CHOICE, AT(unloaded), "no", 0, 0, {{"no", 0}, {"yes", 1}},
+     "with synthetic weights: what goes through the ring is not read from memory but zero, to measure what a step takes beside that; implies --self-test no"},
     {"self-test", "yes|no", OPT_CHOICE, AT(self_test), "yes", 0, 0, {{"no", 0}, {"yes", 1}},
      "GPU: run every opcode at the model's shapes against a plain kernel before clients can connect; a difference is fatal"},
     {"flight-dir", "DIR", OPT_PATH, AT(flight_dir), "", 0, 0, {{0}},
@@ -289,6 +291,8 @@ int mk_options_parse(mk_options *o, int argc, char **argv, mk_err *err)
         if (o->weights == MK_WEIGHTS_AUTO) o->weights = preset->weights;
         o->synthetic = o->bench = 1;
     }
+    if (o->unloaded && !o->synthetic) return mk_fail(err, MK_E_USAGE, "--unloaded yes: expected --preset or --synthetic yes, for what it computes means nothing");
+    if (o->unloaded) o->self_test = 0;
     if (!o->model[0] && !preset && o->mode != MK_MODE_PRINT_CONFIG)
         return mk_fail(err, MK_E_USAGE, "no model: --model DIR names a checkpoint directory (mkd --help)");
     if (o->device == MK_DEVICE_GPU && o->act)

@@ -28,11 +28,12 @@ typedef struct mk_options {
     uint32_t synthetic; /* 1: random weights */
     char preset[PATH_MAX]; /* "": none; else a name that mk_preset_find knows: synthetic, bench and weights follow from it */
     uint32_t bench;     /* 1: serve pinned streams */
+    uint32_t unloaded;  /* 1: weights are not streamed */
     uint32_t self_test; /* 1: the GPU's opcodes before serving */
     uint32_t log_level;
     uint32_t log_time;
     double drain_seconds;
-    char source[25][48]; /* where each option of the table was set: "default", "flag", "FILE:LINE" */
+    char source[26][48]; /* where each option of the table was set: "default", "flag", "FILE:LINE" */
 } mk_options;
 
 /* Defaults, then the file that --config names, then the flags. MK_E_USAGE names the flag, or file and line, what was found and what is

@@ -4,7 +4,7 @@
  *   GQA       planner_gqa.c
  *   MLA       [kv_a | q] -> (q_a: q_b) -> uk per head, KV_APPEND -> MLA_PARTIAL -> COMBINE -> uv per head -> o (+ h)
  *   dense     gate|up -> down (+ h)
- *   MoE       [router | shared gate|up] -> ROUTE -> shared down, EXPERT_UP -> EXPERT_DOWN (+ h)
+ *   MoE       router, each worker of its slice of h -> ROUTE, shared gate|up, EXPERT_UP -> shared down, EXPERT_DOWN (+ h)
  */
 #include "host/planner_internal.h"
 
@@ -291,33 +291,49 @@ static uint32_t expert_segments(uint32_t T, uint32_t inter)
     return most;
 }
 
+/* ROUTER of one slice of h. mat: the router's matrix, transposed; gamma: of the norm, in floats. */
+static void router_piece(mk_builder *b, const mk_roles *R, const struct piece *h, uint32_t slice, uint32_t layer, const mk_mat *mat, uint32_t gamma, uint32_t pub)
+{
+    mk_queue *q = &b->queue[h->w];
+    mk_insn *in = mk_emit(b, h->w, MK_OP_ROUTER, layer);
+    in->router = (mk_router){.first = h->first, .n = h->rows, .experts = mat->k, .param_off = gamma + h->first};
+    mk_wait_slice(b, in, R->h, R->h_pub, slice);
+    mk_signal(in, R->router, pub, 0);
+    in->tape_bytes = (uint32_t)mk_segment_bytes(MK_W_BF16, h->rows, mat->k, 0, 0);
+    mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_TAPE, .wtype = MK_W_BF16, .halves = 1, .mat = {mat, NULL}, .worker = h->w, .row0 = h->first, .rows = h->rows, .dst = in->tape_off});
+    q->tape += in->tape_bytes;
+    b->load[h->w] += in->tape_bytes;
+}
+
 static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
 {
     const mk_layer *L = &b->m->layer[layer];
     const mk_moe *m = &L->moe;
     const mk_ffn_dense *sh = &m->shared;
-    uint32_t W = b->cfg->workers, hidden = b->m->hidden, wt = m->gate.wtype, n_groups = sh->inter ? 2 : 1;
+    uint32_t W = b->cfg->workers, hidden = b->m->hidden, wt = m->gate.wtype, n_groups = sh->inter != 0;
     if (R->have_moe && !mk_same_shape(b, "MoE", layer,
                                    R->moe->experts == m->experts && R->moe->topk == m->topk && R->moe->inter == m->inter &&
                                        R->moe->shared.inter == sh->inter && R->moe->shared_gate.source == m->shared_gate.source))
         return;
-    mk_part router = mk_whole(&m->router), up = mk_read(b, (mk_part){.mat = &sh->gate, .up = &sh->up, .rows = sh->inter}, sh->inter, 0);
+    mk_part up = mk_read(b, (mk_part){.mat = &sh->gate, .up = &sh->up, .rows = sh->inter}, sh->inter, 0);
     mk_part gate = mk_whole(&m->shared_gate), down = mk_whole(&sh->down);
     int gated = sh->inter && m->shared_gate.source != MK_SRC_NONE;
-    const mk_part *g[3] = {&router, gated ? &gate : &up, &up};
-    uint32_t n[3] = {1, 1, 1}, *cut = R->cut[0], *up_cut = cut + (1 + gated) * (W + 1);
-    mk_split(b, g, n, n_groups + gated, cut);
+    const mk_part *g[2] = {gated ? &gate : &up, &up};
+    uint32_t n[2] = {1, 1}, *cut = R->cut[0], *up_cut = cut + gated * (W + 1);
+    if (n_groups) mk_split(b, g, n, n_groups + gated, cut);
+    const char *why = n_groups ? b->why : NULL;
     uint32_t h_slices = b->vec[R->h].nslice;
     if (!R->have_moe) {
         R->have_moe = 1;
         R->moe = m;
         R->T = expert_slices(b, m->topk, m->inter);
         if (b->failed) return;
-        R->router = mk_vec_split(b, "router", MK_F32, &router, 1, cut);
+        R->router = mk_vec_bulk(b, "router", mk_sums_bytes(m->experts), h_slices);
+        b->vec[R->router].flags = MK_VEC_SUMS;
         R->route = mk_vec_local(b, "route", sizeof(mk_routes));
         if (sh->inter) {
             R->shared = mk_vec_split(b, "shared", mk_act(b), &up, 1, up_cut);
-            if (gated) R->shared_gate = mk_vec_split(b, "shgate", MK_F32, &gate, 1, cut + W + 1);
+            if (gated) R->shared_gate = mk_vec_split(b, "shgate", MK_F32, &gate, 1, cut);
             R->acc = mk_vec_local(b, "acc", MK_MAX_ROWS * 4 * MK_SEGMENT_ROWS);
         }
         uint32_t *st = calloc((size_t)m->topk * R->T + 1, sizeof *st);
@@ -334,28 +350,33 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     uint32_t r_pub = mk_pub(b, R->router), route_pub = mk_pub(b, R->route), u_pub = mk_pub(b, R->u), pub = mk_pub(b, R->h);
     uint32_t gate_pub = gated ? mk_pub(b, R->shared_gate) : 0, sh_pub = sh->inter ? mk_pub(b, R->shared) : 0, acc_pub = sh->inter ? mk_pub(b, R->acc) : 0;
 
-    mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .flags = MK_GEMV_X_F32, .param_off = norm,
-                      .eps = L->post_norm.eps, .out_vec = R->router, .out_pub = r_pub};
+    mk_part rows_of_h = {.mat = &m->down, .rows = hidden};
+    struct pieces h = pieces_of(b, &rows_of_h, R->h_cut);
     mk_phase_begin(b);
-    mk_emit_gemv(b, layer, &router, 1, cut, &s);
-    if (gated) {
-        s.out_vec = R->shared_gate, s.out_pub = gate_pub;
-        mk_emit_gemv(b, layer, &gate, 1, cut + W + 1, &s);
+    for (uint32_t i = 0; i < h.n; i++) router_piece(b, R, &h.v[i], i, layer, &m->router, norm, r_pub);
+    mk_phase_end(b, "router", layer, mk_why_h);
+    for (uint32_t w = 0; w < W; w++) {
+        mk_insn *in = mk_emit(b, w, MK_OP_ROUTE, layer);
+        in->route = (mk_route){.experts = (uint16_t)m->experts, .topk = (uint16_t)m->topk, .groups = (uint16_t)m->groups,
+                               .topk_groups = (uint16_t)m->topk_groups, .score = m->score, .renorm = m->renorm,
+                               .has_bias = m->bias.tensor[0] != 0, .scale = m->scale, .param_off = bias, .k = hidden, .norm_off = norm, .eps = L->post_norm.eps};
+        mk_wait_all(b, in, R->h, R->h_pub);
+        mk_wait_all(b, in, R->router, r_pub);
+        mk_signal(in, R->route, route_pub, 0);
     }
+
+    mk_gemv_spec s = {.in_vec = R->h, .in_pub = R->h_pub, .prologue = MK_PRO_RMS, .epilogue = MK_EPI_SILU, .param_off = norm,
+                      .eps = L->post_norm.eps, .out_vec = R->shared, .out_pub = sh_pub};
     if (sh->inter) {
-        s.flags = 0;
-        s.epilogue = MK_EPI_SILU;
-        s.out_vec = R->shared, s.out_pub = sh_pub;
+        mk_phase_begin(b);
         mk_emit_gemv(b, layer, &up, 1, up_cut, &s);
+        mk_phase_end(b, "shared", layer, why ? why : "few rows: one row is more than 3 % of a worker's share");
     }
-    mk_phase_end(b, "router shared", layer, "few rows: one row is more than 3 % of a worker's share");
 
     /* expert region: up slices of all experts, then down slices */
     uint32_t up_seg = wt == MK_W_FP8 ? expert_segments(T, m->inter) : 0, up_rows = (m->inter + T - 1) / T;
     uint64_t up_slice = mk_segment_bytes(wt, 2 * up_rows, hidden, 2 * up_seg, 128), up_base = b->expert;
     b->expert += up_slice * T * m->experts;
-    mk_part rows_of_h = {.mat = &m->down, .rows = hidden};
-    struct pieces h = pieces_of(b, &rows_of_h, R->h_cut);
     uint32_t dn_seg = 0, dn_rows = 0;
     for (uint32_t i = 0; i < h.n; i++) {
         uint32_t seg = mk_segments(h.v[i].first % MK_SCALE_ROWS, h.v[i].rows, MK_SCALE_ROWS);
@@ -371,27 +392,10 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
                                         .experts = m->experts, .expert_stride = up_slice * T, .dst = up_base + t * up_slice});
     }
 
-    for (uint32_t w = 0; w < W; w++) {
-        mk_insn *in = mk_emit(b, w, MK_OP_ROUTE, layer);
-        in->route = (mk_route){.experts = (uint16_t)m->experts, .topk = (uint16_t)m->topk, .groups = (uint16_t)m->groups,
-                               .topk_groups = (uint16_t)m->topk_groups, .score = m->score, .renorm = m->renorm,
-                               .has_bias = m->bias.tensor[0] != 0, .scale = m->scale, .param_off = bias};
-        mk_wait_all(b, in, R->router, r_pub);
-        mk_signal(in, R->route, route_pub, 0);
-    }
-    /* The shared expert's way down stands where the chosen experts' first weights are on their way, if a worker has room for its sums: one slice of h. Where it is gated the
-     * chosen ones are small, and EXPERT_UP would end later (profiles/NOTES.md). */
     mk_gemv_spec down_spec = {.in_vec = R->shared, .in_pub = sh_pub, .epilogue = MK_EPI_ADD, .res_vec = R->h, .res_pub = R->h_pub,
                               .out_vec = R->acc, .out_pub = acc_pub};
     if (gated) down_spec.epilogue = MK_EPI_GATED, down_spec.gate_vec = R->shared_gate, down_spec.gate_pub = gate_pub;
     mk_gemv_arg down_arg = {&down_spec, layer};
-    int early = sh->inter && !gated;
-    for (uint32_t i = 1; i < h.n; i++) early = early && h.v[i].w != h.v[i - 1].w;
-    if (early) {
-        mk_phase_begin(b);
-        for (uint32_t i = 0; i < h.n; i++) mk_emit_gemv_piece(b, h.v[i].w, &down, h.v[i].first, h.v[i].rows, i, &down_arg);
-        mk_phase_end(b, "shared down", layer, mk_why_h);
-    }
     for (uint32_t w = 0; w < W; w++) {
         mk_insn *in = mk_emit(b, w, MK_OP_EXPERT_UP, layer);
         in->expert = (mk_expert){.base = up_base, .expert_stride = up_slice * T, .slice_stride = (uint32_t)up_slice, .T = (uint16_t)T,
@@ -409,9 +413,14 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     mk_phase_end(b, "expert up", layer, "slices of an expert are whole rows");
 
     mk_phase_begin(b);
+    if (gated) { /* one row, wanted last of all: whose it is does not keep the others waiting for its share of u */
+        s.flags = MK_GEMV_X_F32, s.epilogue = MK_EPI_STORE;
+        s.out_vec = R->shared_gate, s.out_pub = gate_pub;
+        mk_emit_gemv(b, layer, &gate, 1, cut, &s);
+    }
     for (uint32_t slice = 0; slice < h.n; slice++) {
         uint32_t w = h.v[slice].w, row0 = h.v[slice].first, rows = h.v[slice].rows, phase = wt == MK_W_FP8 ? row0 % MK_SCALE_ROWS : 0;
-        if (sh->inter && !early) mk_emit_gemv_piece(b, w, &down, row0, rows, slice, &down_arg);
+        if (sh->inter) mk_emit_gemv_piece(b, w, &down, row0, rows, slice, &down_arg);
         mk_insn *in = mk_emit(b, w, MK_OP_EXPERT_DOWN, layer);
         in->expert = (mk_expert){.base = dn_base, .expert_stride = dn_slice * h_slices, .slice_stride = (uint32_t)dn_slice,
                                  .T = (uint16_t)h_slices, .t = (uint16_t)slice, .k = m->inter, .inter = m->inter, .n = (uint16_t)rows,
@@ -463,7 +472,7 @@ static void head_and_sample(mk_builder *b, mk_roles *R)
     const mk_part *g[1] = {&p};
     uint32_t one[1] = {1};
     mk_split(b, g, one, 1, cut);
-    /* Of 88 rows the device's ring holds two K blocks a stage, which keeps more in flight than one of 128; unless SAMPLE has no room for so many pieces. */
+    /* Of 88 rows a stage of the device's ring holds three K blocks, and it is nearly full; unless SAMPLE has no room for so many pieces. */
     uint32_t pieces = ((vocab + W - 1) / W + LM_HEAD_ROWS - 1) / LM_HEAD_ROWS;
     if (pieces * W <= LM_HEAD_PIECES) p.piece = LM_HEAD_ROWS;
     struct pieces pc = pieces_of(b, &p, cut);

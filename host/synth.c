@@ -5,6 +5,7 @@
 #include "instructions/latent.h"
 #include "megakernel/synth.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,6 +22,12 @@ static void synthetic_param(const mk_pack_item *it, float *v)
     }
 }
 
+/* Matrices have an RMS of 1 / sqrt(k). ROUTER's is the other way round: its k are the experts, and logits are sums over its rows. */
+static float gain_of(const mk_mat *mat)
+{
+    return mat->keep_bf16 == 2 ? sqrtf((float)mat->k / (float)mat->n) : 1.0f;
+}
+
 int mk_synthesize(const mk_plan *plan, mk_gpu *gpu, mk_err *err)
 {
     const mk_program *p = plan->prog;
@@ -34,7 +41,7 @@ int mk_synthesize(const mk_plan *plan, mk_gpu *gpu, mk_err *err)
         switch (it->kind) {
         case MK_PACK_TAPE:
             rc = mk_synth_segments(d.tape + p->tape_base[it->worker] + it->dst, 1, 0, it->wtype, it->rows * it->halves, it->mat[0]->k, scale_rows,
-                                   it->mat[0]->scale_k, 1.0f, i, err);
+                                   it->mat[0]->scale_k, gain_of(it->mat[0]), i, err);
             break;
         case MK_PACK_EXPERT:
             rc = mk_synth_segments(d.expert + it->dst, it->experts, it->expert_stride, it->wtype, it->rows * it->halves, it->mat[0]->k, scale_rows,

@@ -2,12 +2,14 @@
  *
  * MLA_PARTIAL's queries, of a worker's first item: mk_mla_aside (mla_partial.cuh). They begin when what comes before the GEMVs that make q~ has ended; these leave the queries' place alone.
  *
- * GEMVs: the shared expert's way down is not an instruction of the compute warps. It is done while those route and are at the chosen experts; EXPERT_DOWN, which adds its result, waits
- * for it. One of them does what two compute warps would, one in each group, one after the other, in the order of product.cuh and matvec.cuh: the bits are the same. Their code is loops,
- * because what a layer runs of code is what it waits for, and they have time.
+ * GEMVs: those of the shared expert are not instructions of the compute warps. One warp aside does what two compute warps would, one in each group, one after the other, in the order of
+ * product.cuh and matvec.cuh: the bits are the same. Their code is loops, because what a layer runs of code is what it waits for, and they have time.
+ *   gate|up  begins as soon as ROUTE has staged h, which is its input, too, while compute warps wait for logits and choose; EXPERT_UP, at whose end everybody waits for u, waits for it.
+ *   down     is staged in the upper part of the staging area while compute warps are at EXPERT_UP, and multiplied while they gather EXPERT_DOWN's pairs; EXPERT_DOWN, which adds its
+ *            result, waits for it.
  *
- * Which GEMVs: aside_of in plans.cuh. They begin when ROUTE has ended; from then on until EXPERT_DOWN has seen that they are done nobody else is at the static ring, nor in the upper part
- * of the staging area. The packets that they read are there until EXPERT_DOWN publishes. */
+ * Which ones: shared_aside and aside_of in plans.cuh. Until those who wait have seen that they are done nobody else is in the upper part of the staging area. In the ring their stages
+ * lie before those of the instruction that waits for them, which goes past them. The packets that `down` reads are there until EXPERT_DOWN publishes. */
 #ifndef MK_ASIDE_CUH
 #define MK_ASIDE_CUH
 
@@ -15,7 +17,7 @@
 #include "instructions/mla_partial.cuh"
 
 #define MK_ASIDE_LATER 1500u /* ns: what the compute warps run first behind ROUTE, whose weights are not there yet, is not to wait for code of these (a measurement: profiles/NOTES.md) */
-static_assert(MK_ASIDE_ROWS == 32 && MK_ASIDES == MK_GROUP_WARPS && MK_GROUPS == 2, "a lane a row at the end; a warp for one of each group");
+static_assert(MK_ASIDES == MK_GROUP_WARPS && MK_GROUPS == 2, "a warp for one of each group");
 
 MK_DEV void mk_aside_sync(void)
 {
@@ -51,14 +53,17 @@ template <uint32_t FORM> MK_DEV void mk_aside_stage(mk_shared *sh, const mk_fed 
     if (FORM == MK_X_F16) mk_stage_f16(sh, k, g.values, MK_UPPER, as, lane);
 }
 
-/* The product of one tile of 16 rows with the stages of a group, of which `slot` is the next and number s the first: sums of rows lane / 4 and 8 more. leave: this is the last tile. */
-template <uint32_t FORM> MK_DEV float2 mk_aside_tile(mk_next *slot, const mk_tile *t, const mk_lap *lap, uint32_t s, uint32_t row0, uint32_t warp, uint32_t lane, bool leave)
+/* The product of one tile of 16 rows with the stages of a group, of which `slot` is the next and number s the first: sums of rows lane / 4 and 8 more. base: where
+ * the input is in the staging area; leave: this is the last tile. */
+template <uint32_t FORM> MK_DEV float2 mk_aside_tile(mk_next *slot, const mk_tile *t, const mk_lap *lap, uint32_t s, uint32_t row0, uint32_t base, uint32_t warp, uint32_t lane, bool leave)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     constexpr uint32_t VALUES = FP8 ? 128 : 64; /* bytes of a staged K block */
-    const uint32_t rows = t->rows, column = mk_smem(mk_sh()->staging) + MK_UPPER + mk_ldx_at<FP8>(lane), norm = mk_smem(mk_sh()->factor) + MK_UPPER / 32;
+    const uint32_t rows = t->rows, column = mk_smem(mk_sh()->staging) + base + mk_ldx_at<FP8>(lane), norm = mk_smem(mk_sh()->factor) + base / 32;
+    const uint32_t half = rows / t->halves, scale_row = 4 * t->nseg * t->halves;
     const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16;
-    const uint32_t c0 = t->nseg > 1 ? mk_scale_of(row0 + (lane >> 2), rows, rows, t->nseg, t->phase) : 0, c1 = t->nseg > 1 ? mk_scale_of(row0 + 8 + (lane >> 2), rows, rows, t->nseg, t->phase) : 0;
+    const bool several = t->nseg > 1 || t->halves == 2;
+    const uint32_t c0 = several ? mk_scale_of(row0 + (lane >> 2), rows, half, t->nseg, t->phase) : 0, c1 = several ? mk_scale_of(row0 + 8 + (lane >> 2), rows, half, t->nseg, t->phase) : 0;
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 1
     for (uint32_t turn = 0; s < t->nst; s += MK_GROUPS, turn += t->per) {
@@ -66,7 +71,7 @@ template <uint32_t FORM> MK_DEV float2 mk_aside_tile(mk_next *slot, const mk_til
         mk_stage_wait(slot->bar, slot->phase, MK_FAULT_TAPE);
 #pragma unroll 1
         for (uint32_t k = kb + ((warp - turn) & (MK_GROUP_WARPS - 1)); k < end; k += MK_GROUP_WARPS) {
-            const uint32_t stage = mk_after(slot->stage), xk = mk_after(column) + k * VALUES, scale = stage - lap->scales + (k >> t->shift) * 4 * t->nseg;
+            const uint32_t stage = mk_after(slot->stage), xk = mk_after(column) + k * VALUES, scale = stage - lap->scales + (k >> t->shift) * scale_row;
             uint32_t w[8];
             float part[4];
             mk_tile_load(w, stage + row_at + (k - kb) * rows * MK_KBLOCK_BYTES, rows);
@@ -87,35 +92,50 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
     const mk_insn *in = &f->in;
     const mk_plan *p = &f->plan;
     const mk_tile *t = &p->tile;
-    const mk_lap lap = sh->lap[MK_TAPE];
-    const uint32_t n = in->gemv.n, end = p->end, parts = mk_smem(sh->staging) + MK_UPPER + ((mk_row_stride(p->x.k) + 127) & ~127u); /* [MK_WARPS][MK_ASIDE_ROWS] */
-    mk_aside_after(sh, f);
-    for (uint32_t since = mk_now_low(); mk_now_low() - since < MK_ASIDE_LATER;) __nanosleep(300);
+    const mk_lap lap = sh->lap;
+    const uint32_t n = in->gemv.n, end = p->end;
+    const bool up = end & MK_END_SILU; /* gate|up */
+    const uint32_t parts = mk_smem(sh->staging) + MK_UPPER + (up ? 0 : (mk_row_stride(p->x.k) + 127) & ~127u); /* [MK_WARPS][MK_ASIDE_ROWS] */
+    if (up) {
+        while (!mk_mbar_try(mk_smem(&sh->route_staged), f->place.after)) {}
+    } else {
+        mk_aside_after(sh, f->place.after);
+        for (uint32_t since = mk_now_low(); mk_now_low() - since < MK_ASIDE_LATER;) __nanosleep(300);
 #pragma unroll 1
-    for (uint32_t as = warp; as < MK_WARPS; as += MK_ASIDES) mk_aside_stage<FORM>(sh, f, as, lane);
+        for (uint32_t as = warp; as < MK_WARPS; as += MK_ASIDES) mk_aside_stage<FORM>(sh, f, as, lane);
+    }
     mk_aside_sync();
     if (mk_aside_traced(sh, warp, lane)) sh->aside.note.input = mk_now_low();
 
-    const uint32_t at = sh->memo[warp].next[MK_TAPE].at; /* all have the same; others may have written theirs */
+    if (!up) mk_aside_after(sh, f->place.after + 1); /* EXPERT_UP, whose stages come before these */
+    const uint32_t at = sh->memo[warp].next.at;
 #pragma unroll 1
     for (uint32_t s = 0; s < MK_GROUPS; s++) { /* the group that has the segment's stage s: partial sums s of each way */
-        mk_memo *memo = &sh->memo[((s + at) & (MK_GROUPS - 1)) * MK_GROUP_WARPS + warp];
-        const mk_next begin = memo->next[MK_TAPE];
-        mk_next slot = begin;
+        const mk_next begin = sh->memo[((s + at) & (MK_GROUPS - 1)) * MK_GROUP_WARPS + warp].next;
 #pragma unroll 1
         for (uint32_t row0 = 0; row0 < t->rows; row0 += 16) {
-            slot = begin;
-            const float2 sum = mk_aside_tile<FORM>(&slot, t, &lap, s, row0, warp, lane, row0 + 16 >= t->rows);
+            mk_next slot = begin;
+            const float2 sum = mk_aside_tile<FORM>(&slot, t, &lap, s, row0, up ? 0 : MK_UPPER, warp, lane, row0 + 16 >= t->rows);
             const uint32_t to = parts + 4 * (MK_ASIDE_ROWS * (MK_GROUP_WARPS * s + warp) + row0 + (lane >> 2));
             if (!(lane & 3)) mk_sts32(to, __float_as_uint(sum.x)), mk_sts32(to + 32, __float_as_uint(sum.y));
         }
-        slot.at = at + t->nst;
-        __syncwarp();
-        if (lane == 0) memo->next[MK_TAPE] = slot; /* the compute warp's */
     }
     mk_aside_sync();
     if (mk_aside_traced(sh, warp, lane)) sh->aside.note.publish = mk_now_low();
-    if (warp || lane >= n) return;
+    if (warp) return;
+    if (up) { /* a lane a row of u */
+        float x = 0, y = 0;
+        const uint32_t i = min(lane, n - 1);
+#pragma unroll 1
+        for (uint32_t q = 0; q < MK_WARPS; q++) {
+            x = __fadd_rn(x, __uint_as_float(mk_lds32(parts + 4 * (MK_ASIDE_ROWS * q + i))));
+            y = __fadd_rn(y, __uint_as_float(mk_lds32(parts + 4 * (MK_ASIDE_ROWS * q + n + i))));
+        }
+        const float norm = mk_rms_factor(p, sh->sumsq[sh->memo[0].parity][0]) * in->gemv.scale;
+        mk_publish_at(f->place.out, end & MK_END_F32, n, 0, mk_silu(x * norm) * (y * norm), f->place.out_epoch, lane);
+        return;
+    }
+    if (lane >= n) return;
     float y = 0, res = -0.0f, open = 1;
 #pragma unroll 1
     for (uint32_t q = 0; q < MK_WARPS; q++) y = __fadd_rn(y, __uint_as_float(mk_lds32(parts + 4 * (MK_ASIDE_ROWS * q + lane))));

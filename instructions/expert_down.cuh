@@ -127,7 +127,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     mk_shared *sh = mk_sh();
-    const mk_lap lap = sh->lap[MK_EXPERT];
+    const mk_lap lap = sh->lap;
     const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, first = (warp / MK_GROUP_WARPS - slot->at) & (MK_GROUPS - 1);
     const uint32_t ways = mk_ways(rows), way = member & (ways - 1), row0 = rows > MK_SIDE_ROWS ? (member >> 1) * MK_SIDE_ROWS : 0;
@@ -207,7 +207,7 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
     mk_sync(); /* nobody reads the reduction area any more */
 
     mk_accs acc = mk_no_sum();
-    mk_next slot = d->memo->next[MK_EXPERT];
+    mk_next slot = d->memo->next;
     const uint32_t at0 = slot.at;
 #pragma unroll 1
     for (uint32_t j = 0; j < n_union;) {
@@ -223,7 +223,7 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
         acc = mk_down_product<FORM>(&t, &slot, next - j, nrows, acc);
         j = next;
     }
-    mk_ring_pass(d, MK_EXPERT, &slot);
+    mk_ring_pass(d, &slot);
     mk_parts_put(d, d->sh->red, n, at0, (1u << nrows) - 1, &acc);
     mk_sync();
     mk_trace_publish(d);
@@ -498,7 +498,7 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
     const mk_vec *base = &sh->vec[in->wait[2].vec];
     const mk_tile t = p->tile;
-    const mk_lap lap = sh->lap[MK_EXPERT];
+    const mk_lap lap = sh->lap;
     const uint32_t experts = routes->n_union, n = t.rows, per = p->packets, stride = mk_row_stride(in->expert.k), staged = mk_smem(sh->staging) + MK_PAIR_HEAD;
     const uint32_t turn = memo->turn, i = d->warp * MK_UNIT + d->lane;
     const bool local = base->scope == MK_LOCAL, f32 = sh->vec[in->signal_vec].dtype == MK_F32, has = i < n && d->lane < MK_UNIT;
@@ -517,7 +517,9 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     if (!local && has) look = mk_packet_load(residual);
 
     mk_walk walk;
-    walk.slot = memo->next[MK_EXPERT];
+    walk.slot = memo->next;
+    const bool awaits = f->place.run & MK_AWAITS; /* what is done aside, whose stages lie before these */
+    if (awaits) mk_next_skip(&walk.slot, &lap, p->pass);
     const uint32_t at = walk.slot.at;
     const mk_claim claim = mk_claim_of<EIGHTS>(&t, &lap, at, stride);
     walk.stages = experts * (t.nst / MK_GROUPS);
@@ -530,8 +532,6 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     const uint32_t red = mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
     uint32_t part = mk_part_at(red, n, at), sums = red + 4 * i;
     mk_keep(&part), mk_keep(&sums);
-    if (f->place.run & MK_AWAITS) /* the sum of others is in LOCAL memory then, and the static ring is the compute warps' again */
-        while (!mk_mbar_try(mk_smem(&sh->aside_done), f->place.run & MK_LAP ? 1 : 0)) {}
 
 #pragma unroll 1
     for (uint32_t j = d->warp, row = staged + j * stride; j < experts;) {
@@ -555,9 +555,11 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
 #pragma unroll
         for (uint32_t e = 0; e < EIGHTS; e++) mk_sts32(part + 32 * e, __float_as_uint(sum[e]));
     walk.slot.at = at + experts * t.nst;
+    if (f->place.run & MK_AWAITS) /* it has read where its stages begin, and the sum of others is in LOCAL memory */
+        while (!mk_mbar_try(mk_smem(&sh->aside_done), f->place.run & MK_LAP ? 1 : 0)) {}
     __syncwarp();
     if (d->lane == 0) {
-        memo->next[MK_EXPERT] = walk.slot;
+        memo->next = walk.slot;
         memo->turn = turn ^ 1;
         memo->staged = 0;
     }

@@ -52,7 +52,7 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
     mk_sync(); /* nobody reads the reduction area any more */
     mk_trace_input(d);
 
-    mk_next ring = d->memo->next[MK_EXPERT];
+    mk_next ring = d->memo->next;
 #pragma unroll 1
     for (uint32_t next = d->worker; next < all;) {
         const uint32_t first = next;
@@ -66,7 +66,7 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
             for (uint32_t p = p0; p < p1; p++) mask |= 1u << pairs->row[p];
             const mk_tile t = mk_up_tile(&f->plan, &s);
             const uint32_t at = ring.at;
-            const mk_accs acc = mk_product<FORM>(MK_EXPERT, &ring, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), nrows, MK_NO_NORM, mk_no_sum());
+            const mk_accs acc = mk_product<FORM>(MK_FAULT_EXPERT, &ring, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), nrows, MK_NO_NORM, mk_no_sum());
             mk_parts_put(d, d->sh->red + cols * MK_PARTS(1), t.rows, at, mask, &acc);
             mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
             cols += p1 - p0;
@@ -94,7 +94,7 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
         }
         mk_sync();
     }
-    mk_ring_pass(d, MK_EXPERT, &ring);
+    mk_ring_pass(d, &ring);
 }
 /* gate and up of a slice's row, whose sums lie `to_up` bytes apart: silu (gate * norm) * (up * norm). WAYS: partial sums of each. */
 template <uint32_t WAYS> MK_DEV float mk_up_value(uint32_t at, uint32_t to_up, float norm)
@@ -117,7 +117,8 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
     mk_stage_input(in, true, 0, f->plan.x.k);
     mk_trace_input(d);
 
-    mk_next ring = d->memo->next[MK_EXPERT];
+    mk_next ring = d->memo->next;
+    if (f->place.run & MK_AWAITS) mk_next_skip(&ring, &d->sh->lap, f->plan.pass);
     const float norm = mk_row_factor(d, &f->plan, 0);
     uint32_t first = d->worker;
 #pragma unroll 1
@@ -133,9 +134,9 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
             const mk_tile t = mk_up_tile(&f->plan, &slice);
             uint32_t part = mk_part_at(red + n * (4 * MK_PARTS(1)), t.rows, ring.at);
             mk_keep(&part);
-            const mk_lap lap = d->sh->lap[MK_EXPERT];
+            const mk_lap lap = d->sh->lap;
             const mk_way way = mk_way_of<FORM == MK_X_F16>(&t, ring.at, lap.scales);
-            mk_product_one<FORM>(MK_EXPERT, &ring, &t, mk_uniform(mk_tiles_of(t.rows)), &way, &lap, x, mk_row_stride(f->plan.x.k), MK_NO_NORM, part, d->lane);
+            mk_product_one<FORM>(MK_FAULT_EXPERT, &ring, &t, mk_uniform(mk_tiles_of(t.rows)), &way, &lap, x, mk_row_stride(f->plan.x.k), MK_NO_NORM, part, d->lane);
             mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
         }
         mk_sync();
@@ -156,9 +157,11 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
         first = next;
         if (first < all) mk_sync(); /* the sums are read */
     } while (first < all);
+    if (f->place.run & MK_AWAITS)
+        while (!mk_mbar_try(mk_smem(&d->sh->aside_done), f->place.run & MK_LAP ? 1 : 0)) {}
     __syncwarp();
     if (d->lane == 0) {
-        d->memo->next[MK_EXPERT] = ring;
+        d->memo->next = ring;
         d->memo->turn = turn ^ 1;
     }
     __syncwarp();

@@ -19,7 +19,7 @@ template <uint32_t FORM, bool FAR> MK_CALL void mk_gemv_one(const mk_insn *in)
     const uint32_t control = mk_uniform(p->end | p->one << 16 | (memo->staged == p->key && memo->step == step) << 24 | (group * MK_UNIT < n) << 25 | mk_tiles_of(p->tile.rows) << 26);
     const uint32_t end = control & 0xffffu, tiles = control >> 26;
     const bool staged_before = control >> 24 & 1, unit = control >> 25 & 1;
-    mk_next slot = memo->next[MK_TAPE];
+    mk_next slot = memo->next;
     const uint32_t at = slot.at, turn = memo->turn, beside = p->beside, parity = memo->parity ^ !staged_before;
     const bool mine = group * MK_UNIT + d->lane < n && d->lane < MK_UNIT, residual = unit && (end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS;
     uint4 look = make_uint4(0, 0, 0, 0), gate = make_uint4(0, 0, 0, 0);
@@ -27,7 +27,7 @@ template <uint32_t FORM, bool FAR> MK_CALL void mk_gemv_one(const mk_insn *in)
     if (end & MK_END_GATED && unit) gate = mk_packet_load(f->place.in[2] + p->gate_at);
 
     const mk_tile t = p->tile;
-    const mk_lap lap = sh->lap[MK_TAPE];
+    const mk_lap lap = sh->lap;
     mk_way way = mk_way_of<FORM == MK_X_F16>(&t, at, lap.scales);
     const uint32_t red = mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2), rows = t.rows;
     uint32_t part = mk_part_at(red, rows, at), sums = red + 4 * i;
@@ -38,7 +38,7 @@ template <uint32_t FORM, bool FAR> MK_CALL void mk_gemv_one(const mk_insn *in)
     asm volatile("" : "+l"(to));
     if (!staged_before) {
         __syncwarp();
-        if (d->lane == 0 && !(end & MK_END_KEEPS)) { /* which sums up no squares */
+        if (d->lane == 0) {
             memo->staged = p->key;
             memo->step = step;
             memo->parity = parity;
@@ -59,7 +59,7 @@ template <uint32_t FORM, bool FAR> MK_CALL void mk_gemv_one(const mk_insn *in)
 
     float norm = mk_row_factor(d, p, 0) * in->gemv.scale; /* now: a warp waits for a stage rather than all for a warp */
     asm volatile("" : "+f"(norm));
-    mk_product_one<FORM>(MK_TAPE, &slot, &t, tiles, &way, &lap, mk_smem(sh->staging) + beside, mk_row_stride(p->x.k), p->head_shift, part, d->lane);
+    mk_product_one<FORM>(MK_FAULT_TAPE, &slot, &t, tiles, &way, &lap, mk_smem(sh->staging) + beside, mk_row_stride(p->x.k), p->head_shift, part, d->lane);
     mk_sync();
     mk_trace_publish(d);
     if (unit) {
@@ -76,10 +76,11 @@ template <uint32_t FORM, bool FAR> MK_CALL void mk_gemv_one(const mk_insn *in)
             mk_publish_to((uint4 *)to, end & MK_END_F32, y, f->place.out_epoch);
         else if (to)
             *(float *)to = y;
+        if (end & MK_END_NEAR && mine) sh->near[i] = y;
     }
     __syncwarp();
     if (d->lane == 0) {
-        memo->next[MK_TAPE] = slot;
+        memo->next = slot;
         memo->turn = turn ^ 1;
     }
     __syncwarp(); /* or lane 0 would come back alone */

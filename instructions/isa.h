@@ -38,7 +38,8 @@
     X(11, SAMPLE, sample, "next token and logprob of every row that asked")                                            \
     X(12, SCHEDULE, schedule, "stop ids, budgets, events; composes the next step")                                     \
     X(13, GQA_APPEND, gqa_append, "key and value of one KV head, a token each, into the paged cache")                  \
-    X(14, GQA_PARTIAL, gqa_partial, "attention of the heads that share a KV head over one split of its cache")
+    X(14, GQA_PARTIAL, gqa_partial, "attention of the heads that share a KV head over one split of its cache")           \
+    X(15, ROUTER, router, "a slice of h times its columns of the router, added to the logits")
 
 enum mk_opcode {
 #define X(number, NAME, name, text) MK_OP_##NAME = number,
@@ -51,7 +52,7 @@ enum mk_opcode {
 
 /* How an activation travels from the workers that make it to those that need it.
  *  PACKET  data as flag: 16-byte packets, 12 bytes of values + the 4-byte epoch; two halves that alternate by publication.
- *  BULK    ordinary memory behind a counter: every publication is `signals` increments; one buffer.
+ *  BULK    ordinary memory behind a counter: every publication is `signals` increments; one buffer. With MK_VEC_SUMS its publishers add to it (mk_sum_word).
  *  LOCAL   memory of one worker; program order is the only synchronisation. */
 enum mk_scope { MK_PACKET = 0, MK_BULK = 1, MK_LOCAL = 2 };
 
@@ -67,14 +68,14 @@ enum mk_dtype { MK_F32 = 0, MK_BF16 = 1, MK_FP8 = 2 };
  * 4-byte word. Packet p of slice s of row r lies at
  *     offset + (((half * MK_MAX_ROWS + r) * nslice + s) * slice_packets + p) * 16.
  * DYNAMIC: which worker publishes slice (j, t) depends on the route: worker (j' * T + t) mod W, see mk_expert. */
-enum { MK_VEC_DYNAMIC = 1 };
+enum { MK_VEC_DYNAMIC = 1, MK_VEC_SUMS = 2 };
 
 typedef struct mk_vec {
     char name[16];          /* for people: "h", "qkv", "u"; NUL-terminated */
     uint8_t scope;          /* enum mk_scope */
     uint8_t dtype;          /* PACKET: MK_F32 or MK_BF16 */
     uint8_t trailer;        /* PACKET: 0 or 1 f32 after each slice */
-    uint8_t flags;          /* MK_VEC_* */
+    uint8_t flags;          /* MK_VEC_DYNAMIC: PACKET; MK_VEC_SUMS: BULK */
     uint32_t width;         /* PACKET: values a row. LOCAL, BULK: bytes in all */
     uint32_t nslice;        /* PACKET: slices. LOCAL: 0 */
     uint32_t slice_packets; /* PACKET: packets a slice owns */
@@ -123,7 +124,7 @@ enum mk_epilogue {
     MK_EPI_SILU = 2,  /* rows are [gate | up]: publish silu(gate) * up; n counts pairs */
     MK_EPI_GATED = 3, /* ADD with a gate: publish residual + sigmoid(gate) * y; gate is value gate_off of wait[2] (f32) */
 };
-enum { MK_GEMV_X_F32 = 1 /* the staged vector stays f32 (router); else it is rounded to bf16, unless the program is act=f32 */ };
+enum { MK_GEMV_X_F32 = 1 /* the staged vector stays f32 (the shared expert's gate); else it is rounded to bf16, unless the program is act=f32 */ };
 
 /* y[i] = sum_k W[i,k] x[k].   wait[0] = input, wait[1] = residual for ADD and GATED, wait[2] = gate for GATED. Tape: one segment of n
  * (SILU: 2n) rows. */
@@ -305,7 +306,60 @@ MK_BOTH uint64_t mk_gqa_at(uint32_t dim, uint32_t g, uint32_t which, uint32_t t)
 
 enum mk_score { MK_SCORE_SIGMOID = 0, MK_SCORE_SOFTMAX = 1 };
 
-/* wait[0]: router logits (f32). signal: LOCAL mk_routes. models.md 3.6; ties go to the lower expert id. */
+/* Sums that have the same bits in whatever order they are added: 64-bit words, value * MK_SUM_ONE as an integer, plus MK_SUM_BIAS so that no addend is negative, in the lower
+ * 56 bits; in the upper ones each addend counts 1 (modulo 256), so that a word says when it is complete. An addend that is no number, or 2^22 and more, makes the sum NaN unless
+ * others, as far beyond what logits are, make up for it; a sum of 2^22 and more is NaN. A vector of them (BULK, MK_VEC_SUMS) is
+ * [2 halves][values / MK_SUM_GROUP, rounded up][MK_MAX_ROWS][MK_SUM_GROUP]: publication i of step s is added to half (s * pubs + i) & 1, which is zero
+ * before, and whoever reads that publication then clears his share of the other half. Who reads it, reads all: every reader of a publication is done before the next is begun
+ * (as with all BULK vectors), and a publication that is complete has none left who reads the one before. */
+#define MK_SUM_ONE  16777216.0f /* 2^24 */
+#define MK_SUM_BIAS (1ull << 47)
+/* Words of a row that lie together, a sector of L2. Additions to one line of 128 bytes go one after the other, as many times as there are sectors in it that somebody adds to: with a row's
+ * sectors 256 bytes apart 132 SMs are done with 256 sums in 1.1 us, side by side in 2.5 (profiles/NOTES.md). */
+#define MK_SUM_GROUP 4u
+MK_BOTH uint64_t mk_sum_word(float x)
+{
+    const float most = 4194304.0f; /* 2^22 */
+#ifdef __CUDA_ARCH__
+    return (1ull << 56) + (x > -most && x < most ? (uint64_t)__float2ll_rn(x * MK_SUM_ONE) + MK_SUM_BIAS : 0);
+#else
+    return (1ull << 56) + (x > -most && x < most ? (uint64_t)__builtin_llrintf(x * MK_SUM_ONE) + MK_SUM_BIAS : 0);
+#endif
+}
+/* The sum of n addends. */
+MK_BOTH float mk_sum_value(uint64_t word, uint32_t n)
+{
+    const int64_t t = (int64_t)((word - n * MK_SUM_BIAS) << 8) >> 8, most = 1ll << 46;
+    return t > -most && t < most ? (float)t * (1.0f / MK_SUM_ONE) : __builtin_nanf("");
+}
+MK_BOTH uint32_t mk_sums_count(uint64_t word)
+{
+    return (uint32_t)(word >> 56);
+}
+/* Words of a half of such a vector; bytes of the vector; which word of it a value is. */
+MK_BOTH uint32_t mk_sums_words(uint32_t values)
+{
+    return (values + MK_SUM_GROUP - 1) / MK_SUM_GROUP * (MK_MAX_ROWS * MK_SUM_GROUP);
+}
+MK_BOTH uint32_t mk_sums_bytes(uint32_t values)
+{
+    return 2 * 8 * mk_sums_words(values);
+}
+MK_BOTH uint32_t mk_sum_at(uint32_t values, uint32_t half, uint32_t row, uint32_t i)
+{
+    return half * mk_sums_words(values) + (i / MK_SUM_GROUP * MK_MAX_ROWS + row) * MK_SUM_GROUP + i % MK_SUM_GROUP;
+}
+
+/* wait[0]: slice of h (f32), values [first, first + n). signal: BULK sums, `experts` values: logits but for h's 1/rms:
+ *   logit[e] += sum_i h[first + i] gamma[i] W[e][first + i]
+ * Tape: one segment of n rows, the columns of W that belong to them, `experts` long, BF16. */
+typedef struct mk_router {
+    uint32_t first, n, experts;
+    uint32_t param_off; /* gamma f32[n] */
+} mk_router;
+
+/* wait[0]: h (f32[k]); wait[1]: BULK sums, logits once they are multiplied by h's 1/rms. signal: LOCAL mk_routes. Worker w of W clears words [start(w), start(w + 1)) of the
+ * other half's mk_sums_words(experts). models.md 3.6; ties go to the lower expert id. */
 typedef struct mk_route {
     uint16_t experts, topk, groups, topk_groups;
     uint8_t score; /* enum mk_score */
@@ -314,6 +368,9 @@ typedef struct mk_route {
     uint8_t pad;
     float scale;
     uint32_t param_off; /* bias f32[experts] */
+    uint32_t k;         /* values of h */
+    uint32_t norm_off;  /* gamma f32[k]: of no consequence here, but those who come next stage h with it */
+    float eps;
 } mk_route;
 
 /* What ROUTE leaves in local memory. */
@@ -400,6 +457,7 @@ typedef struct mk_insn {
         mk_delta delta;
         mk_mla mla;
         mk_gqa gqa;
+        mk_router router;
         mk_route route;
         mk_expert expert;
         mk_lm_head lm_head;

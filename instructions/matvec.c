@@ -114,7 +114,7 @@ void mk_matvec(const mk_segment *segment, const float *const *x, uint32_t n, flo
         matvec_n(s, w, scales, x, n, y);
 }
 
-MK_CLONES static float sum_squares(const float *x, uint32_t n)
+MK_CLONES float mk_sum_squares(const float *x, uint32_t n)
 {
     return mk_sumsq8(x, n);
 }
@@ -158,7 +158,7 @@ void mk_stage(const mk_ctx *c, uint32_t in_off, uint32_t k, uint32_t prologue, u
         for (uint32_t h = 0; h < norms; h++) norm[h] = 1.0f;
         if (prologue == MK_PRO_RMS) {
             const float *gamma = c->mem->param + param_off;
-            float rstd = 1.0f / sqrtf(sum_squares(x, k) / (float)k + eps);
+            float rstd = 1.0f / sqrtf(mk_sum_squares(x, k) / (float)k + eps);
             for (uint32_t i = 0; i < k; i++) x[i] = rounded ? x[i] * gamma[i] : x[i] * rstd * gamma[i];
             if (rounded) norm[0] = rstd;
         } else if (prologue == MK_PRO_HEADNORM) {

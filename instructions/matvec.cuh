@@ -2,7 +2,7 @@
  *
  * A vector is staged in the form that its matrix' weights are multiplied in, up to eight rows of it:
  *   BF16 weights   bf16
- *   the router     three planes of bf16, whose sum is the f32 value exactly; of few rows as it is (router.cuh)
+ *                  (a shared expert's gate: three planes of bf16, whose sum is the f32 value exactly)
  *   FP8 weights    f16, because e4m3 becomes f16 in one instruction a pair. What a warp gathers of a row is multiplied by the power of two that brings its largest value
  *                  below 2^15; a bf16 value has eight significant bits and f16 eleven, so that this is the bf16 value exactly down to 2^-29 of that largest one.
  * RMS norm commutes with the product: the staged values carry gamma, the sum of squares is taken while gathering, and the results are multiplied by 1/rms.
@@ -119,13 +119,16 @@ MK_DEV float mk_silu(float x)
 {
     return __fmul_rn(x, mk_sigmoid(x));
 }
+/* 1/rms of a row whose sums of squares, by warp, are these. */
+MK_DEV float mk_rms_factor(const mk_plan *p, const float *sum)
+{
+    const float4 a = *(const float4 *)sum, b = *(const float4 *)(sum + 4);
+    return mk_rsqrt(((a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w))) * p->inv_k + p->x.eps);
+}
 /* What row r's results are to be multiplied by: 1/rms with RMS. After the barrier that follows the gathering. */
 MK_DEV float mk_row_factor(const mk_dev *d, const mk_plan *p, uint32_t r)
 {
-    if (p->x.prologue != MK_PRO_RMS) return 1;
-    const float *sum = d->sh->sumsq[d->memo->parity][r];
-    const float4 a = *(const float4 *)sum, b = *(const float4 *)(sum + 4);
-    return mk_rsqrt(((a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w))) * p->inv_k + p->x.eps);
+    return p->x.prologue != MK_PRO_RMS ? 1 : mk_rms_factor(p, d->sh->sumsq[d->memo->parity][r]);
 }
 
 MK_DEV uint4 mk_lds128(uint32_t at)
@@ -390,7 +393,7 @@ MK_DEV bool mk_map_used(uint32_t m)
 {
     return MK_MAP_VALUES(m) || MK_MAP_TRAILER(m) < 3;
 }
-/* One row of h, its packets dealt, for EXPERT_UP and LM_HEAD. */
+/* One row of h, its packets dealt, for ROUTE and EXPERT_UP, and for LM_HEAD. */
 template <uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
@@ -671,17 +674,6 @@ MK_DEV void mk_stage_f16(const mk_shared *sh, uint32_t k, uint32_t values, uint3
     const float factor = mk_f16_in_place(staged + 2 * as * values + 16 * lane, end, 2 * MK_WARPS * values);
     if (group * values < k) mk_factor_put(k, values, group, at, factor);
 }
-/* The vector of an instruction before, with the same norm, which lies there in three planes: the first of them becomes f16, by the warps that gathered it. */
-MK_CALL void mk_stage_again(const mk_insn *in)
-{
-    const mk_dev here = mk_here(in), *d = &here;
-    const mk_plan *p = &mk_fed_of(in)->plan;
-    mk_stage_f16(d->sh, p->x.k, p->hands.values, 0, d->warp, d->lane);
-    __syncwarp();
-    if (d->lane == 0) d->memo->staged = p->key;
-    mk_sync();
-}
-
 /* ---- adding the partial sums ---------------------------------------------------------------------------------------- */
 
 /* A product takes [partial][column][padded rows] floats of the reduction area: a partial sum a group and K way. */
@@ -771,22 +763,22 @@ template <uint32_t NT> MK_DEV void mk_part_put(uint32_t at, uint32_t lane, const
 }
 /* A segment of one row times what is staged, from the ring's next stage on; the warp's part is put at `part`. tiles: mk_tiles_of its rows, as the whole warp knows it. */
 template <uint32_t FORM, uint32_t NT>
-MK_DEV void mk_product_put(uint32_t ring, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t x, uint32_t stride, uint32_t head_shift, uint32_t part, uint32_t lane)
+MK_DEV void mk_product_put(uint32_t kind, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t x, uint32_t stride, uint32_t head_shift, uint32_t part, uint32_t lane)
 {
-    const mk_accs acc = mk_product_as<FORM, NT, true>(ring, slot, t, y, lap, 0, t->nst, x, stride, 1, head_shift, mk_no_sum());
+    const mk_accs acc = mk_product_as<FORM, NT, true>(kind, slot, t, y, lap, 0, t->nst, x, stride, 1, head_shift, mk_no_sum());
     mk_part_put<NT>(part, lane, &acc);
 }
 template <uint32_t FORM>
-MK_DEV void mk_product_one(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t tiles, const mk_way *y, const mk_lap *lap, uint32_t x, uint32_t stride, uint32_t head_shift, uint32_t part, uint32_t lane)
+MK_DEV void mk_product_one(uint32_t kind, mk_next *slot, const mk_tile *t, uint32_t tiles, const mk_way *y, const mk_lap *lap, uint32_t x, uint32_t stride, uint32_t head_shift, uint32_t part, uint32_t lane)
 {
     if (tiles == 1)
-        mk_product_put<FORM, 1>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
+        mk_product_put<FORM, 1>(kind, slot, t, y, lap, x, stride, head_shift, part, lane);
     else if (tiles == 2)
-        mk_product_put<FORM, 2>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
+        mk_product_put<FORM, 2>(kind, slot, t, y, lap, x, stride, head_shift, part, lane);
     else if (tiles == 3)
-        mk_product_put<FORM, 3>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
+        mk_product_put<FORM, 3>(kind, slot, t, y, lap, x, stride, head_shift, part, lane);
     else
-        mk_product_put<FORM, 4>(ring, slot, t, y, lap, x, stride, head_shift, part, lane);
+        mk_product_put<FORM, 4>(kind, slot, t, y, lap, x, stride, head_shift, part, lane);
 }
 /* In the order of mk_red_get. at: of row i. */
 MK_DEV float mk_part_get(uint32_t at, uint32_t n)
@@ -889,7 +881,7 @@ template <uint32_t FORM> MK_CALL void mk_static_product(const mk_insn *in)
     const mk_dev here = mk_here(in), *d = &here;
     const mk_plan *p = &mk_fed_of(in)->plan;
     const uint32_t nrows = d->step->nrows;
-    mk_next slot = d->memo->next[MK_TAPE];
+    mk_next slot = d->memo->next;
     const uint32_t at = slot.at;
     const mk_tile t = p->tile;
     const mk_chunk c = mk_chunk_of(p, nrows, d->memo->chunk);
@@ -899,8 +891,8 @@ template <uint32_t FORM> MK_CALL void mk_static_product(const mk_insn *in)
         for (uint32_t k = 0; k < MK_TILES; k++) acc.tile[k] = mk_sums_at(d)[k];
         mk_sync(); /* a warp without work would put its part there at once */
     }
-    acc = mk_product<FORM>(MK_TAPE, &slot, &t, c.s0, c.s1, mk_smem(d->sh->staging), mk_row_stride(mk_chunk_values(p, &c)), nrows, p->head_shift, acc);
-    mk_ring_pass(d, MK_TAPE, &slot);
+    acc = mk_product<FORM>(MK_FAULT_TAPE, &slot, &t, c.s0, c.s1, mk_smem(d->sh->staging), mk_row_stride(mk_chunk_values(p, &c)), nrows, p->head_shift, acc);
+    mk_ring_pass(d, &slot);
     if (c.last) {
         mk_red_put(d, mk_red_base(d), &t, at - c.s0, nrows, &acc);
     } else {

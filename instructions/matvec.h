@@ -29,6 +29,8 @@ static inline uint32_t mk_staged_stride(uint32_t k)
 
 /* Factors that a row's products still lack after mk_stage: 1, or a head's each. */
 uint32_t mk_stage_norms(const mk_ctx *c, uint32_t k, uint32_t prologue, uint32_t norm_group);
+/* In eight lanes. */
+float mk_sum_squares(const float *x, uint32_t n);
 /* Gathers values [in_off, in_off + k) of wait 0 for every row of the step into x[nrows][mk_staged_stride(k)] and applies the prologue: RMS (gamma at
  * param_off, eps) or HEADNORM (norm_group, eps). Values are rounded to bf16 where the kernel does it, before the division by the root mean square, which
  * commutes with the product: RMS leaves x * gamma and the product of row r is to be multiplied by norm[r]; HEADNORM leaves x, and the product of head h's

@@ -258,7 +258,7 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
     const uint32_t end = __ldg(table + item.h0 + item.heads);
     uint32_t i = __ldg(table + item.h0) + tid, h = tid / MK_TURN_SLOTS;
     uint32_t turn = m->rope && h < item.heads ? __ldg(table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + tid) : 0;
-    mk_aside_after(sh, f);
+    mk_aside_after(sh, f->place.after);
     const mk_att_queries of = {(uint32_t)m->latent + m->rope, m->latent / 32u, item.heads > 8};
 #pragma unroll 1
     for (uint32_t at = tid; m->rope && __any_sync(0xffffffffu, h < item.heads);) { /* q_pe */

@@ -91,6 +91,9 @@ void *mk_bulk(const mk_ctx *c, uint32_t vec);
 /* One increment of a BULK vector's counter; every instruction that signals one does it exactly once a step, whatever the rows. */
 void mk_signal_bulk(const mk_ctx *c, uint32_t vec);
 
+/* ROUTE's logits of a row; h: room for its k values. */
+void mk_route_logits(const mk_ctx *c, uint32_t row, float *logits, float *h);
+
 /* Latent cache row of token `pos` of stream slot `slot` in the pool at kv_off; row_bytes each. */
 uint8_t *mk_kv_row(const mk_ctx *c, uint64_t kv_off, uint32_t slot, uint32_t pos, uint32_t row_bytes);
 

@@ -6,7 +6,10 @@
 #include "megakernel/device.cuh"
 
 #define MK_TILES 4u /* of 16 rows: of a warp */
-static_assert(MK_GROUPS * MK_GROUP_WARPS == MK_WARPS && MK_GROUPS == 2 && MK_STATIC_STAGES % MK_GROUPS == 0 && MK_EXPERT_STAGES % MK_GROUPS == 0, "a slot has one group");
+static_assert(MK_GROUPS * MK_GROUP_WARPS == MK_WARPS && MK_GROUPS == 2 && MK_STAGES % MK_GROUPS == 0, "a slot has one group");
+/* Who goes past the stages of others (mk_next_skip) has not seen them full, and must not look at a slot whose last use but one that was: what it looks at first was before them all,
+ * and when it has had a stage of its own, pacing has seen to it that all but the last few before that are full. */
+static_assert(MK_PACE && MK_PACE + MK_GROUPS <= MK_STAGES, "mk_next_skip");
 static_assert(16 * MK_TILES == MK_SIDE_ROWS, "a warp's tiles");
 
 /* Results of a warp's tiles, m16n8's fragment: rows lane / 4 (x, y) and that + 8 (z, w), batch rows 2 * (lane % 4) (x, z) and the next (y, w). */
@@ -226,10 +229,10 @@ MK_DEV void mk_way_keep(mk_way *w)
 
 /* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what
  * stands at shared address x, which says where in the staging area and so where its factors are. cols: staged rows, `stride` bytes apart; planes follow at cols * stride.
- * ONE: cols is 1.
+ * ONE: cols is 1. kind: MK_FAULT_TAPE, MK_FAULT_EXPERT: whose weights these are.
  * A taken branch costs a warp some 20 clocks, a barrier's answer 50: the next stage is asked for, and where its K block is worked out, before this one's is multiplied. */
 template <uint32_t FORM, uint32_t NT, bool ONE>
-MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift,
+MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift,
                              mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
@@ -256,7 +259,7 @@ MK_DEV mk_accs mk_product_as(uint32_t ring, mk_next *slot, const mk_tile *t, con
 
 #pragma unroll 1
     while (kb < last_kb) {
-        if (__builtin_expect(!there, 0)) mk_stage_await(slot->bar, slot->phase, ring == MK_TAPE ? MK_FAULT_TAPE : MK_FAULT_EXPERT);
+        if (__builtin_expect(!there, 0)) mk_stage_await(slot->bar, slot->phase, kind);
         if (k >= end) {
             next_stage(0);
             there = mk_mbar_test(slot->bar, slot->phase);
@@ -335,20 +338,20 @@ MK_DEV uint32_t mk_tiles_of(uint32_t rows)
     return (min(rows, MK_SIDE_ROWS) + 15) / 16;
 }
 template <uint32_t FORM, bool ONE>
-MK_DEV mk_accs mk_product_of(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
+MK_DEV mk_accs mk_product_of(uint32_t kind, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
-    const mk_lap lap = mk_sh()->lap[ring];
-    const mk_way y = ring == MK_TAPE ? mk_way_of<FORM == MK_X_F16, true>(t, slot->at, lap.scales) : mk_way_of<FORM == MK_X_F16>(t, slot->at, lap.scales);
+    const mk_lap lap = mk_sh()->lap;
+    const mk_way y = kind == MK_FAULT_TAPE ? mk_way_of<FORM == MK_X_F16, true>(t, slot->at, lap.scales) : mk_way_of<FORM == MK_X_F16>(t, slot->at, lap.scales);
     const uint32_t tiles = mk_uniform(mk_tiles_of(t->rows));
-    if (tiles == 1) return mk_product_as<FORM, 1, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
-    if (tiles == 2) return mk_product_as<FORM, 2, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
-    if (tiles == 3) return mk_product_as<FORM, 3, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
-    return mk_product_as<FORM, 4, ONE>(ring, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 1) return mk_product_as<FORM, 1, ONE>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 2) return mk_product_as<FORM, 2, ONE>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 3) return mk_product_as<FORM, 3, ONE>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    return mk_product_as<FORM, 4, ONE>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
 }
 template <uint32_t FORM>
-MK_DEV mk_accs mk_product(uint32_t ring, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
+MK_DEV mk_accs mk_product(uint32_t kind, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
-    return cols == 1 ? mk_product_of<FORM, true>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc) : mk_product_of<FORM, false>(ring, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+    return cols == 1 ? mk_product_of<FORM, true>(kind, slot, t, s0, s1, x, stride, cols, head_shift, acc) : mk_product_of<FORM, false>(kind, slot, t, s0, s1, x, stride, cols, head_shift, acc);
 }
 MK_DEV mk_accs mk_no_sum(void)
 {
@@ -357,10 +360,10 @@ MK_DEV mk_accs mk_no_sum(void)
     return a;
 }
 /* The stages before `slot` lie behind us. */
-MK_DEV void mk_ring_pass(const mk_dev *d, uint32_t ring, const mk_next *slot)
+MK_DEV void mk_ring_pass(const mk_dev *d, const mk_next *slot)
 {
     __syncwarp();
-    if (d->lane == 0) d->memo->next[ring] = *slot;
+    if (d->lane == 0) d->memo->next = *slot;
     __syncwarp();
 }
 

@@ -8,7 +8,7 @@
 #include "instructions/isa.h"
 
 #define MK_PROGRAM_MAGIC   0x31504b4du /* "MKP1" */
-#define MK_PROGRAM_VERSION 4u
+#define MK_PROGRAM_VERSION 5u
 
 enum { MK_PROG_ACT_F32 = 1 /* vectors that would be bf16 are f32: the oracle's strict gate, twin only */ };
 

@@ -2,12 +2,13 @@
  *   s = sigmoid(l) or softmax(l);  choice = s + bias (bias for choosing only), or l where softmax's weights are normalised and nothing is added
  *   groups > 1: a group's score is the sum of its two best choices; the topk_groups best groups stay
  *   the topk best choices; weight = s, divided by (their sum + 1e-20) when renorm, times scale. Ties go to the lower id.
- *   wait[0]  router logits f32[experts]
+ *   wait[0]  h f32[k], of whose norm the logits lack 1/rms
+ *   wait[1]  BULK sums (isa.h): router logits but for that
  *   signal   LOCAL mk_routes: union of the rows' experts ascending, each row's rank among them, weights by rank
  *   params   f32 bias[experts] at param_off when has_bias
  * Sums run in ascending id (softmax's in eight lanes). Source of the mathematics: models.md 3.6. */
+#include "instructions/matvec.h"
 #include "instructions/mk_math.h"
-#include "instructions/op.h"
 #include "instructions/vec8.h"
 
 #include <string.h>
@@ -70,6 +71,24 @@ static void sort_ids(uint16_t *ids, uint32_t n)
     }
 }
 
+void mk_route_logits(const mk_ctx *c, uint32_t r, float *logits, float *h)
+{
+    const mk_route *t = &c->in->route;
+    const mk_vec *v = &c->prog->vec[c->in->wait[1].vec];
+    const uint64_t *word = mk_bulk(c, c->in->wait[1].vec);
+    const uint32_t half = mk_half(v, c->step->seq, c->in->wait[1].pub);
+    mk_read(c, 0, r, 0, t->k, h);
+    const float rstd = 1.0f / sqrtf(mk_sum_squares(h, t->k) / (float)t->k + t->eps);
+    for (uint32_t e = 0; e < t->experts; e++) logits[e] = mk_sum_value(word[mk_sum_at(t->experts, half, r, e)], v->signals) * rstd;
+}
+/* What was read before is zero again for the publication after this one: the worker's share. */
+static void clear(const mk_ctx *c)
+{
+    const mk_vec *v = &c->prog->vec[c->in->wait[1].vec];
+    const uint32_t n = mk_sums_words(c->in->route.experts), W = c->prog->info.workers, first = mk_start(c->worker, n, W), half = mk_half(v, c->step->seq, c->in->wait[1].pub) ^ 1;
+    memset((uint64_t *)mk_bulk(c, c->in->wait[1].vec) + half * n + first, 0, (mk_start(c->worker + 1, n, W) - first) * sizeof(uint64_t));
+}
+
 void mk_route_twin(mk_ctx *c)
 {
     const mk_route *t = &c->in->route;
@@ -81,7 +100,7 @@ void mk_route_twin(mk_ctx *c)
 
     for (uint32_t r = 0; r < nrows; r++) {
         const mk_row *row = &c->step->row[r];
-        mk_read(c, 0, r, 0, n, s);
+        mk_route_logits(c, r, s, choice + n);
         const float *bias = c->mem->param + t->param_off;
         int logits = t->score == MK_SCORE_SOFTMAX && t->renorm && !t->has_bias && t->groups <= 1;
         if (logits) memcpy(choice, s, n * sizeof *s); /* two of them may have one probability */
@@ -99,6 +118,7 @@ void mk_route_twin(mk_ctx *c)
             place[ids[r][k]] = 1;
         }
     }
+    clear(c);
     out->n_union = 0;
     for (uint32_t e = 0; e < n; e++)
         if (place[e]) {

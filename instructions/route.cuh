@@ -1,10 +1,10 @@
-/* ROUTE on the device: a thread an expert waits for its logit and scores it, a warp a row chooses. Semantics: route.c. Also lists the (expert, row) pairs for
- * EXPERT_DOWN and wakes the expert loader, whose weights everybody waits for: what happens between the last logit and the first expert counts for all. */
+/* ROUTE on the device: h has been staged (kernel.cu), so that its norm is known; a thread an expert waits for its logit and scores it, a warp a row chooses. Semantics: route.c. Also lists the (expert, row) pairs for
+ * EXPERT_DOWN and tells the loader, whose weights everybody waits for: what happens between the last logit and the first expert counts for all. */
 #ifndef MK_ROUTE_CUH
 #define MK_ROUTE_CUH
 
 #include "instructions/mk_math.h"
-#include "instructions/value.cuh"
+#include "instructions/router.cuh"
 
 #define MK_EXPERT_LANES (MK_MAX_EXPERT / 32)
 
@@ -14,6 +14,59 @@ MK_DEV uint32_t mk_order_key(float v)
     uint32_t u = __float_as_uint(v + 0.0f);
     if ((u & 0x7fffffffu) > 0x7f800000u) u = 0xff800000u;
     return u ^ ((uint32_t)((int32_t)u >> 31) | 0x80000000u);
+}
+
+/* The sums of the first row's logits, from one's first on: a neighbour of the same group is a word further, the next row MK_SUM_GROUP words. */
+typedef struct mk_logits {
+    const uint64_t *word;
+    uint32_t addends;
+} mk_logits;
+MK_DEV mk_logits mk_logits_of(const mk_dev *d, uint32_t first)
+{
+    const mk_wait *w = &d->in->wait[1];
+    const mk_vec *v = &d->sh->vec[w->vec];
+    const mk_logits l = {mk_sum_of(d, v, w->pub, d->in->route.experts, 0, first), v->signals};
+    return l;
+}
+MK_DEV uint64_t mk_logit_look(const mk_logits *l, uint32_t i)
+{
+    uint64_t v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(l->word + i) : "memory");
+    return v;
+}
+MK_DEV bool mk_logit_there(const mk_logits *l, uint64_t q)
+{
+    return mk_sums_count(q) == l->addends;
+}
+/* Waits for logit i, of which q is an earlier look; norm: 1/rms of its row. */
+MK_DEV float mk_logit_wait(const mk_logits *l, uint32_t i, uint32_t row, uint64_t q, float norm)
+{
+    uint32_t looks = 0;
+    while (!mk_logit_there(l, q) && mk_still_waiting(++looks, 1, row, i, mk_sums_count(q))) q = mk_logit_look(l, i);
+    mk_waited(looks);
+    return __fmul_rn(mk_sum_value(q, l->addends), norm);
+}
+/* The worker's share of the other half is zero again for the publication after this one. By the last warp, when the logits are complete. By exchanges, whose answers say that they are
+ * done: whatever this worker publishes later comes later, as packets rely on it. (A fence would empty the SM's cache of parameters besides.) Returns what was there. */
+MK_DEV uint64_t mk_logits_clear(const mk_dev *d)
+{
+    uint64_t had = 0;
+    if (d->warp != MK_WARPS - 1) return had;
+    const mk_wait *w = &d->in->wait[1];
+    const uint32_t experts = d->in->route.experts, n = mk_sums_words(experts), W = d->a->workers, end = (d->worker + 1) * n / W; /* mk_start: below 2^32 */
+    uint64_t *word = mk_sum_of(d, &d->sh->vec[w->vec], w->pub, experts, 1, 0);
+#pragma unroll 1
+    for (uint32_t i = d->worker * n / W + d->lane; i < end; i += 32) {
+        uint64_t v;
+        asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(v) : "l"(word + i), "l"(0ull) : "memory");
+        had |= v;
+    }
+    return had;
+}
+/* It is cleared. */
+MK_DEV void mk_logits_cleared(uint64_t had)
+{
+    asm volatile("" ::"l"(had) : "memory");
 }
 
 /* In the reduction area; then, for as many rows as fit, order keys of the choices and scores: uint32_t key[n], float score[n] a row. A key of 0 is out of the
@@ -176,8 +229,8 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
     out->rank[r][j] = (uint8_t)k;
 }
 
-/* What a warp makes of a row's choice: lane k < topk has the k-th best expert and its score. Alone in its step the row is the union as well, and the expert
- * loader need not wait for the weights. */
+/* What a warp makes of a row's choice: lane k < topk has the k-th best expert and its score. Alone in its step the row is the union as well, and the loader
+ * need not wait for the weights. */
 MK_DEV void mk_route_take(const mk_dev *d, const mk_route *t, uint32_t r, uint32_t e, float w, mk_routes *out, mk_route_scratch *x)
 {
     const uint32_t lane = d->lane, topk = t->topk;
@@ -259,7 +312,7 @@ MK_CALL void mk_route_among_all(const mk_route *t, mk_route_list *x)
 }
 
 /* By all warps: writes the candidates down; returns their number. A thread's experts are neighbours from e on; a key of 0 is none. */
-template <uint32_t PER> MK_DEV uint32_t mk_route_candidates(const mk_dev *d, mk_route_list *x, uint32_t e, const uint32_t *key, const float *score, bool input)
+template <uint32_t PER> MK_DEV uint32_t mk_route_candidates(const mk_dev *d, mk_route_list *x, uint32_t e, const uint32_t *key, const float *score)
 {
     const uint32_t lane = d->lane, warp = d->warp, topk = d->in->route.topk, below = (1u << lane) - 1;
     const uint32_t top = PER == 1 ? key[0] : max(key[0], key[PER - 1]);
@@ -267,7 +320,7 @@ template <uint32_t PER> MK_DEV uint32_t mk_route_candidates(const mk_dev *d, mk_
     if (lane == 0) *(uint2 *)&x->best[2 * warp] = make_uint2(lo, hi);
     if (warp == 0) x->key[lane] = 0;
     mk_sync();
-    if (input) mk_trace_input(d);
+    mk_trace_input(d);
 
     const uint4 *const half = (const uint4 *)x->best + lane / 16 * 2;
     const uint32_t own = x->best[lane & 15];
@@ -309,8 +362,8 @@ template <uint32_t PER> MK_DEV uint32_t mk_route_candidates(const mk_dev *d, mk_
     return n;
 }
 
-/* One warp counts, of every candidate, those before it: greater keys, and equal ones of lower ids. It tells the expert loader as soon as it knows, and then makes weights. */
-MK_DEV void mk_route_decide(const mk_dev *d, mk_route_list *x, uint32_t n, mk_routes *out, bool tell)
+/* One warp counts, of every candidate, those before it: greater keys, and equal ones of lower ids. It tells the loader as soon as it knows, and then makes weights. */
+MK_DEV void mk_route_decide(const mk_dev *d, mk_route_list *x, uint32_t n, mk_routes *out)
 {
     const mk_route *t = &d->in->route;
     const uint32_t lane = d->lane, topk = t->topk, key = x->key[lane];
@@ -326,7 +379,7 @@ MK_DEV void mk_route_decide(const mk_dev *d, mk_route_list *x, uint32_t n, mk_ro
     }
     if (lane == 0) out->n_union = topk;
     __syncwarp();
-    if (tell && mk_arrives(lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
+    if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
     const uint2 choice = x->choice[lane < topk ? lane : 0];
     float w = __uint_as_float(choice.x);
     if (t->score == MK_SCORE_SOFTMAX) w = mk_expf(w - __uint_as_float(x->choice[0].x));
@@ -336,21 +389,6 @@ MK_DEV void mk_route_decide(const mk_dev *d, mk_route_list *x, uint32_t n, mk_ro
     for (int m = MK_MAX_TOPK / 2; m; m >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, m);
     if (t->renorm) w = mk_div(w, sum + 1e-20f);
     if (lane < topk) out->weight[0][choice.y] = w * t->scale;
-}
-
-/* mk_sync; whether any thread says so. */
-MK_DEV bool mk_sync_any(bool say)
-{
-    uint32_t any;
-    __syncwarp();
-    asm volatile("{\n\t.reg .pred p, q;\n\t"
-                 "setp.ne.u32 p, %1, 0;\n\t"
-                 "bar.red.or.pred q, 1, %2, p;\n\t"
-                 "selp.u32 %0, 1, 0, q;\n\t}"
-                 : "=r"(any)
-                 : "r"((uint32_t)say), "n"(MK_COMPUTE)
-                 : "memory");
-    return any != 0;
 }
 
 /* What is known of one row's routes before its choice is: its experts are the union. By the other warps while the first decides. */
@@ -376,65 +414,47 @@ MK_DEV uint32_t mk_route_apart(uint32_t experts)
     return experts <= MK_COMPUTE / 4 ? 2 : experts <= MK_COMPUTE / 2 ? 1 : 0;
 }
 
-#ifndef MK_REHEARSE
-#define MK_REHEARSE 1
-#endif
-/* A logit of no meaning: neighbours are far apart, and not many are alike. */
-MK_DEV float mk_route_rehearsed(uint32_t e)
-{
-    return __fmaf_rn((float)(e * 0x9e3779b1u >> 26), 0.25f, -8.0f);
-}
 template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
 {
     const mk_route *t = &d->in->route;
     const uint32_t n = t->experts, apart = PER == 1 ? mk_route_apart(n) : 0, none = d->tid & (1u << apart) - 1, e = none ? n : d->tid * PER >> apart;
     mk_routes *out = (mk_routes *)mk_local_at(d, d->in->signal_vec);
     mk_route_list *x = (mk_route_list *)d->sh->red;
-    mk_spot at[PER] = {};
-    uint4 q[PER] = {};
+    const mk_logits logits = mk_logits_of(d, e);
+    const float norm = mk_row_factor(d, &mk_fed_of(d->in)->plan, 0);
+    uint64_t q[PER] = {};
     float bias[PER] = {};
 #pragma unroll
     for (uint32_t j = 0; j < PER; j++)
         if (e + j < n) {
-            at[j] = mk_spot_of(d, 0, e + j, true);
-            q[j] = mk_spot_look(&at[j], 0);
+            q[j] = mk_logit_look(&logits, j);
             if (t->has_bias) bias[j] = __ldg(d->a->param + t->param_off + e + j);
         }
     if (d->tid == 0) {
         mk_stage_wait(mk_smem(&d->sh->route_empty), d->memo->route_parity ^ 1, MK_FAULT_ROUTE);
         d->memo->route_parity ^= 1;
     }
-    bool late = false;
+    mk_sync(); /* the reduction area and what the last layer's route left are free */
+    uint32_t key[PER];
+    float s[PER];
 #pragma unroll
-    for (uint32_t j = 0; j < PER; j++) late = late || (e + j < n && q[j].w != at[j].epoch);
-    /* The reduction area and what the last layer's route left are free. Is somebody's logit not there yet? */
-    bool last = !mk_sync_any(late) || !MK_REHEARSE;
-    /* Then there is time for a rehearsal with numbers of no meaning: it brings the instructions into the caches, from which the other opcodes have driven them. */
-#pragma unroll 1
-    for (;; last = true) {
-        uint32_t key[PER];
-        float s[PER];
+    for (uint32_t j = 0; j < PER; j++) s[j] = e + j < n ? mk_logit_wait(&logits, j, 0, q[j], norm) : 0;
+    if (t->score != MK_SCORE_SOFTMAX)
 #pragma unroll
-        for (uint32_t j = 0; j < PER; j++) {
-            s[j] = mk_route_rehearsed(e + j);
-            if (e + j >= n || !last) continue;
-            mk_spot_wait(&at[j], 0, &q[j]);
-            s[j] = mk_spot_f32(&at[j], q[j]);
-        }
-        if (t->score != MK_SCORE_SOFTMAX)
+        for (uint32_t j = 0; j < PER; j++) s[j] = mk_sigmoidf(s[j]);
 #pragma unroll
-            for (uint32_t j = 0; j < PER; j++) s[j] = mk_sigmoidf(s[j]);
-#pragma unroll
-        for (uint32_t j = 0; j < PER; j++) key[j] = e + j < n ? mk_order_key(t->has_bias ? s[j] + bias[j] : s[j]) : 0;
-        const uint32_t candidates = mk_route_candidates<PER>(d, x, e, key, s, last);
-        if (last) mk_trace_publish(d);
-        if (d->warp == 0)
-            mk_route_decide(d, x, candidates, out, last);
-        else
-            mk_route_ranks(d, out, t->topk);
-        mk_sync();
-        if (last) break;
+    for (uint32_t j = 0; j < PER; j++) key[j] = e + j < n ? mk_order_key(t->has_bias ? s[j] + bias[j] : s[j]) : 0;
+    const uint32_t candidates = mk_route_candidates<PER>(d, x, e, key, s);
+    mk_trace_publish(d);
+    uint64_t had = 0;
+    if (d->warp == 0) {
+        mk_route_decide(d, x, candidates, out);
+    } else {
+        had = mk_logits_clear(d);
+        mk_route_ranks(d, out, t->topk);
     }
+    mk_logits_cleared(had);
+    mk_sync();
 }
 MK_DEV void mk_route_one_run(const mk_dev *d)
 {
@@ -460,14 +480,13 @@ MK_DEV void mk_route_run(const mk_dev *d)
 
     /* `groups` rows side by side, `per` threads each; of more experts than threads a thread has several */
     const uint32_t per = n < MK_COMPUTE ? (n + 31) & ~31u : MK_COMPUTE, groups = mk_small_quot(MK_COMPUTE, per), group = mk_small_quot(d->tid, per), e0 = d->tid - group * per;
-    mk_spot at = {};
-    uint4 q[AHEAD] = {};
+    mk_logits logits = mk_logits_of(d, e0);
+    uint64_t q[AHEAD] = {};
     float b = 0;
     if (e0 < n && group < groups) {
-        at = mk_spot_of(d, 0, e0, true);
 #pragma unroll
         for (uint32_t i = 0; i < AHEAD; i++)
-            if (group + i * groups < nrows) q[i] = mk_spot_look(&at, group + i * groups);
+            if (group + i * groups < nrows) q[i] = mk_logit_look(&logits, (group + i * groups) * MK_SUM_GROUP);
         if (bias) b = __ldg(bias + e0);
     }
     if (d->tid == 0) mk_stage_wait(mk_smem(&d->sh->route_empty), d->memo->route_parity ^ 1, MK_FAULT_ROUTE);
@@ -482,20 +501,20 @@ MK_DEV void mk_route_run(const mk_dev *d)
 #pragma unroll 1
         for (uint32_t e = e0; e < n && group < groups; e += per) {
             if (per < n) {
-                at = mk_spot_of(d, 0, e, true);
+                logits = mk_logits_of(d, e);
                 if (bias) b = __ldg(bias + e);
             }
 #pragma unroll 1
             for (uint32_t r = r0 + group; r < end; r += AHEAD * groups) {
 #pragma unroll
                 for (uint32_t i = 0; i < AHEAD; i++)
-                    if (r + i * groups < end && (e != e0 || r != group)) q[i] = mk_spot_look(&at, r + i * groups);
+                    if (r + i * groups < end && (e != e0 || r != group)) q[i] = mk_logit_look(&logits, (r + i * groups) * MK_SUM_GROUP);
 #pragma unroll
                 for (uint32_t i = 0; i < AHEAD; i++) {
                     if (r + i * groups >= end) break;
                     uint32_t *k = key + (r + i * groups - r0) * 2 * n;
-                    mk_spot_wait(&at, r + i * groups, &q[i]);
-                    float s = mk_spot_f32(&at, q[i]);
+                    const uint32_t row = r + i * groups;
+                    float s = mk_logit_wait(&logits, row * MK_SUM_GROUP, row, q[i], mk_row_factor(d, &mk_fed_of(d->in)->plan, row));
                     if (t->score == MK_SCORE_SIGMOID) {
                         s = mk_sigmoidf(s);
                         k[e] = mk_order_key(bias ? s + b : s);
@@ -518,6 +537,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
     if (nrows > 1 && d->warp == 0 && mk_arrives(d->lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full)); /* one row: mk_route_take */
     if (d->tid == 0) d->memo->route_parity ^= 1;
     if (nrows == 1) mk_sync();
+    mk_logits_cleared(mk_logits_clear(d));
 }
 
 #endif

@@ -11,7 +11,8 @@
  *   COMBINE       gate: rows x n f32                          rows x n f32, two f32 a split
  *   GQA_APPEND    rows x 2 dim f32                            -
  *   GQA_PARTIAL   heads of one KV head x dim                  the same heads x (dim + 4) f32
- *   ROUTE         rows x experts f32                          -
+ *   ROUTER        rows x n f32                                -
+ *   ROUTE         rows x chunk(k)                             -
  *   SAMPLE        one row's statistics, 16 bytes a slice      -
  *   EMBED, SCHEDULE: nothing beyond the fixed part.
  *
@@ -71,8 +72,10 @@ static uint64_t staging(const mk_program *p, const mk_insn *in)
         return ROWS * 2 * in->gqa.dim * 4;
     case MK_OP_GQA_PARTIAL:
         return gqa_group(&in->gqa) * in->gqa.dim * ae;
+    case MK_OP_ROUTER:
+        return ROWS * in->router.n * 4;
     case MK_OP_ROUTE:
-        return ROWS * in->route.experts * 4;
+        return ROWS * pad64(chunk(in->route.k, ae)) * ae;
     case MK_OP_SAMPLE:
         return 16ull * in->sample.slices;
     default:

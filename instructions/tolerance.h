@@ -19,6 +19,7 @@
     X(KV_APPEND, 1e-5, "the order of the RMS")                                                                         \
     X(MLA_PARTIAL, 1e-2, "p = exp(s - max) rounded to bf16 for tensor cores: 2^-9 a token, in sum p as well")         \
     X(COMBINE, 1e-5, "fused multiply-adds")                                                                            \
+    X(ROUTER, 1e-5, "fused multiply-adds; 2^-24 a slice of h")                                                          \
     X(ROUTE, 1e-5, "the order of the softmax' sum")                                                                    \
     X(EXPERT_UP, 2e-5, "as GEMV, then silu(gate) * up")                                                                \
     X(EXPERT_DOWN, 2e-5, "as GEMV")                                                                                    \

@@ -176,7 +176,7 @@ static int check_plain_vec(mk_check *c, uint32_t id, uint8_t *counter_used)
 {
     const mk_vec *v = &c->p->vec[id];
     int bulk = v->scope == MK_BULK;
-    if (v->dtype || v->trailer || v->flags || v->nslice || v->slice_packets || v->start_index || (!bulk && (v->signals || v->counter)))
+    if (v->dtype || v->trailer || (v->flags && !(bulk && v->flags == MK_VEC_SUMS)) || v->nslice || v->slice_packets || v->start_index || (!bulk && (v->signals || v->counter)))
         return vec_refuse(c, id, "reserved bytes: fields that belong to packet vectors must be 0");
     if (!bulk) return v->width ? MK_OK : vec_refuse(c, id, "0 bytes wide");
     if (v->signals < 1 || v->signals > c->i->n_insn)

@@ -145,7 +145,7 @@ static int check_attention(mk_check *c)
 static int same_route(const mk_check *c, uint32_t a, uint32_t b)
 {
     const mk_insn *p = insn(c, a), *q = insn(c, b);
-    return !memcmp(&p->route, &q->route, sizeof p->route) && !memcmp(&p->wait[0], &q->wait[0], sizeof p->wait[0]);
+    return !memcmp(&p->route, &q->route, sizeof p->route) && !memcmp(p->wait, q->wait, 2 * sizeof p->wait[0]);
 }
 
 /* One publication of a dynamic vector: every worker computes slices of the same experts, chosen alike, and so do the readers. With
@@ -181,6 +181,46 @@ static int check_dynamic(mk_check *c, uint32_t vec, uint32_t pub)
     return MK_OK;
 }
 
+/* A publication of sums: each slice of one h once, and every worker has a ROUTE of it, whose norm is of that h: together they clear it. seen: by slice, by worker. */
+static int check_sums(mk_check *c, uint32_t vec, uint32_t pub, uint8_t *seen)
+{
+    uint32_t id = mk_pub_id(c, vec, pub), n = mk_members(c, id), *m = c->member + c->member_off[id];
+    const mk_wait *h = &insn(c, m[0])->wait[0];
+    const mk_vec *v = &c->p->vec[vec];
+    memset(seen, 0, n);
+    for (uint32_t k = 0; k < n; k++) {
+        const mk_insn *in = insn(c, m[k]);
+        if (in->opcode != MK_OP_ROUTER) return mk_refuse(c, m[k], "signals %s, expected only ROUTER to add to sums", v->name);
+        if (in->wait[0].vec != h->vec || in->wait[0].pub != h->pub || n != c->p->vec[h->vec].nslice)
+            return mk_refuse(c, m[k], "%u instructions add to %s, expected one for each slice of one publication", n, v->name);
+        if (seen[in->wait[0].slice0]++) return mk_refuse(c, m[k], "slice %u of %s is added to %s by another instruction as well", in->wait[0].slice0, c->p->vec[h->vec].name, v->name);
+    }
+    memset(seen, 0, c->i->workers);
+    for (uint32_t r = c->read_off[id]; r < c->read_off[id + 1]; r++) {
+        const uint32_t x = c->read[r].insn;
+        const mk_insn *in = insn(c, x);
+        if (in->opcode != MK_OP_ROUTE) return mk_refuse(c, x, "reads %s, expected only ROUTE to read sums", v->name);
+        for (uint32_t k = 0; k < n; k++)
+            if (insn(c, m[k])->router.param_off - insn(c, m[k])->router.first != in->route.norm_off)
+                return mk_refuse(c, m[k], "gamma at %u, that of %s is at %u", insn(c, m[k])->router.param_off, mk_insn_text(c, x).s, in->route.norm_off + insn(c, m[k])->router.first);
+        if (in->wait[0].vec != h->vec || in->wait[0].pub != h->pub) return mk_refuse(c, x, "norm of %s pub %u, its logits are of pub %u", c->p->vec[in->wait[0].vec].name, in->wait[0].pub, h->pub);
+        if (seen[c->owner[x]]++) return mk_refuse(c, x, "clears what another ROUTE of its worker clears");
+    }
+    for (uint32_t w = 0; w < c->i->workers; w++)
+        if (!seen[w]) return mk_refuse(c, m[0], "%s pub %u: worker %u has no ROUTE that clears its share", v->name, pub, w);
+    return MK_OK;
+}
+
+static int check_all_sums(mk_check *c)
+{
+    uint8_t *seen = malloc((size_t)c->i->n_insn + c->i->workers + 1);
+    int rc = seen ? MK_OK : mk_fail(c->err, MK_E_SYSTEM, "validator: out of memory");
+    for (uint32_t v = 0; v < c->i->n_vec && !rc; v++)
+        for (uint32_t k = 0; c->p->vec[v].scope == MK_BULK && c->p->vec[v].flags & MK_VEC_SUMS && k < c->p->vec[v].pubs && !rc; k++) rc = check_sums(c, v, k, seen);
+    free(seen);
+    return rc;
+}
+
 /* Slices of the statistics SAMPLE reads, in order, are LM_HEADs whose rows are 0 .. vocab, each once; they all write the logits it reads. */
 static int check_vocabulary(mk_check *c)
 {
@@ -210,6 +250,7 @@ int mk_check_groups(mk_check *c)
 {
     int rc = check_state(c);
     if (!rc) rc = check_attention(c);
+    if (!rc) rc = check_all_sums(c);
     for (uint32_t v = 0; v < c->i->n_vec && !rc; v++)
         if (c->p->vec[v].scope == MK_PACKET && c->p->vec[v].flags & MK_VEC_DYNAMIC)
             for (uint32_t k = 0; k < c->p->vec[v].pubs && !rc; k++) rc = check_dynamic(c, v, k);

@@ -12,12 +12,12 @@ static const uint8_t payload_bytes[MK_OP_COUNT] = {
     [MK_OP_KV_APPEND] = sizeof(mk_mla),       [MK_OP_MLA_PARTIAL] = sizeof(mk_mla),    [MK_OP_COMBINE] = sizeof(mk_mla),
     [MK_OP_ROUTE] = sizeof(mk_route),         [MK_OP_EXPERT_UP] = sizeof(mk_expert),   [MK_OP_EXPERT_DOWN] = sizeof(mk_expert),
     [MK_OP_LM_HEAD] = sizeof(mk_lm_head),     [MK_OP_SAMPLE] = sizeof(mk_sample),      [MK_OP_SCHEDULE] = sizeof(mk_schedule),
-    [MK_OP_GQA_APPEND] = sizeof(mk_gqa),      [MK_OP_GQA_PARTIAL] = sizeof(mk_gqa),
+    [MK_OP_GQA_APPEND] = sizeof(mk_gqa),      [MK_OP_GQA_PARTIAL] = sizeof(mk_gqa),      [MK_OP_ROUTER] = sizeof(mk_router),
 };
 static const uint8_t waits[MK_OP_COUNT] = {
     [MK_OP_GEMV] = 1 /* ADD: 2, GATED: 3 */, [MK_OP_DELTA_STEP] = 3, [MK_OP_KV_APPEND] = 1,   [MK_OP_MLA_PARTIAL] = 3,
-    [MK_OP_COMBINE] = 1 /* gate: 2 */,       [MK_OP_ROUTE] = 1,      [MK_OP_EXPERT_UP] = 2,   [MK_OP_EXPERT_DOWN] = 3, [MK_OP_LM_HEAD] = 1,
-    [MK_OP_SAMPLE] = 2,                      [MK_OP_SCHEDULE] = 1,   [MK_OP_GQA_APPEND] = 1,  [MK_OP_GQA_PARTIAL] = 2,
+    [MK_OP_COMBINE] = 1 /* gate: 2 */,       [MK_OP_ROUTE] = 2, [MK_OP_EXPERT_UP] = 2, [MK_OP_EXPERT_DOWN] = 3, [MK_OP_LM_HEAD] = 1,
+    [MK_OP_SAMPLE] = 2,                      [MK_OP_SCHEDULE] = 1,   [MK_OP_GQA_APPEND] = 1,  [MK_OP_GQA_PARTIAL] = 2, [MK_OP_ROUTER] = 1,
 };
 
 #define MAX_K (1u << 20) /* columns; keeps every product below 64 bits */
@@ -457,6 +457,33 @@ static int check_gqa(mk_check *c, uint32_t x, const mk_gqa *g)
     return MK_OK;
 }
 
+/* Vector `vec` is BULK sums of so many values. */
+static int is_sums(mk_check *c, uint32_t x, uint32_t vec, uint32_t values)
+{
+    const mk_vec *v = &c->p->vec[vec];
+    if (v->scope != MK_BULK || !(v->flags & MK_VEC_SUMS)) return mk_refuse(c, x, "expected %s to be bulk sums", v->name);
+    if (v->width != mk_sums_bytes(values)) return mk_refuse(c, x, "sums of %u values need %llu bytes, %s has %u", values, (ull)mk_sums_bytes(values), v->name, v->width);
+    return MK_OK;
+}
+
+static int check_router(mk_check *c, uint32_t x, const mk_router *r)
+{
+    const mk_insn *in = &c->p->insn[x];
+    if (!r->experts || r->experts > MK_MAX_EXPERT) return mk_refuse(c, x, "%u experts, expected 1 to %u", r->experts, MK_MAX_EXPERT);
+    if (!r->n || r->n > MK_SEGMENT_ROWS) return mk_refuse(c, x, "%u values of h, expected 1 to %u", r->n, MK_SEGMENT_ROWS);
+    TRY(tape(c, x, mk_segment_bytes(MK_W_BF16, r->n, r->experts, 0, 0)));
+    TRY(no_dynamic(c, x, 0));
+    TRY(reads(c, x, 0, r->first, r->n, "its slice"));
+    const mk_vec *h = mk_wait_vec(c, in, 0);
+    TRY(is_f32(c, x, h));
+    const uint32_t *start = mk_vec_starts(c->p, h) + in->wait[0].slice0;
+    if (in->wait[0].nslice != 1 || start[0] != r->first || start[1] != r->first + r->n)
+        return mk_refuse(c, x, "values [%u, +%u) of %s, expected those of one slice", r->first, r->n, h->name);
+    TRY(params(c, x, r->param_off, r->n, "norm"));
+    if (in->signal_vec == MK_NONE) return mk_refuse(c, x, "publishes nothing, expected sums");
+    return is_sums(c, x, in->signal_vec, r->experts);
+}
+
 static int check_route(mk_check *c, uint32_t x, const mk_route *r)
 {
     if (!r->experts || r->experts > MK_MAX_EXPERT || !r->topk || r->topk > MK_MAX_TOPK || r->topk > r->experts)
@@ -467,9 +494,13 @@ static int check_route(mk_check *c, uint32_t x, const mk_route *r)
     if (r->score > MK_SCORE_SOFTMAX || r->renorm > 1 || r->has_bias > 1)
         return mk_refuse(c, x, "score %u, renorm %u, has_bias %u: not legal", r->score, r->renorm, r->has_bias);
     TRY(positive(c, x, r->scale, 0, "scale"));
+    const mk_insn *in = &c->p->insn[x];
     TRY(no_dynamic(c, x, 0));
-    TRY(reads_all(c, x, 0, r->experts, "the router's logits"));
-    TRY(is_f32(c, x, mk_wait_vec(c, &c->p->insn[x], 0)));
+    TRY(reads_all(c, x, 0, r->k, "h"));
+    TRY(is_f32(c, x, mk_wait_vec(c, in, 0)));
+    TRY(params(c, x, r->norm_off, r->k, "norm"));
+    TRY(positive(c, x, r->eps, 0, "eps"));
+    TRY(is_sums(c, x, in->wait[1].vec, r->experts));
     if (r->has_bias) TRY(params(c, x, r->param_off, r->experts, "router bias"));
     return signals_local(c, x, sizeof(mk_routes));
 }
@@ -637,7 +668,7 @@ int mk_check_insn(mk_check *c, uint32_t x)
     if (in->opcode == MK_OP_GEMV) want += in->gemv.epilogue == MK_EPI_ADD ? 1 : in->gemv.epilogue == MK_EPI_GATED ? 2 : 0;
     if (in->opcode == MK_OP_COMBINE) want += in->mla.gate != 0;
     if (in->nwait != want) return mk_refuse(c, x, "%u waits, expected %u", in->nwait, want);
-    if (in->opcode != MK_OP_GEMV && in->opcode != MK_OP_LM_HEAD && in->opcode != MK_OP_DELTA_STEP && in->tape_bytes)
+    if (in->opcode != MK_OP_GEMV && in->opcode != MK_OP_LM_HEAD && in->opcode != MK_OP_DELTA_STEP && in->opcode != MK_OP_ROUTER && in->tape_bytes)
         return mk_refuse(c, x, "consumes %u bytes of tape, expected none", in->tape_bytes);
     if (in->flags & MK_F_STAGED) TRY(check_staged(c, x));
     const mk_insn *src;
@@ -650,6 +681,7 @@ int mk_check_insn(mk_check *c, uint32_t x)
     case MK_OP_COMBINE: TRY(check_mla(c, x, &in->mla)); break;
     case MK_OP_GQA_APPEND:
     case MK_OP_GQA_PARTIAL: TRY(check_gqa(c, x, &in->gqa)); break;
+    case MK_OP_ROUTER: TRY(check_router(c, x, &in->router)); break;
     case MK_OP_ROUTE: TRY(check_route(c, x, &in->route)); break;
     case MK_OP_EXPERT_UP:
     case MK_OP_EXPERT_DOWN: TRY(check_expert(c, x, &in->expert)); break;

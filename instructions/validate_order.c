@@ -4,7 +4,9 @@
  * Publications are monotone within a step, so if one order of events reaches the end, every order does.
  *
  * Reuse: a PACKET vector has two halves, so publication e + 2 overwrites e; a BULK vector has one buffer and its counter is compared
- * by equality, so e + 1 ends e. The overwriting instruction must happen after every instruction that waits for e, and after those that
+ * by equality, so e + 1 ends e. Sums (MK_VEC_SUMS) have two halves, but who reads a publication clears the half of the one before, so that e + 1 ends e all the same; and a machine
+ * may look at the words of a publication alone, which e - 2 has left full until those who read e - 1 have cleared them: whoever reads e must know that these are through before it
+ * looks. The overwriting instruction must happen after every instruction that waits for e, and after those that
  * published it. Happens-before is the transitive closure of: program order of a worker; a publication and those who wait for it; SCHEDULE
  * and every worker's first instruction of the next step. It is computed with vector clocks: for every instruction and every worker, how many
  * instructions of that worker are known to be complete, counted from the first step on. The graph repeats every step, and e reaches
@@ -176,6 +178,30 @@ static void join(uint32_t *restrict a, const uint32_t *restrict b, uint32_t n)
     for (uint32_t i = 0; i < n; i++) a[i] = a[i] > b[i] ? a[i] : b[i];
 }
 
+/* Who reads publication `id` of step `step`, as far as it concerns slice `slice` (MK_NOBODY: all), and is not known to be through. */
+static uint32_t still_reads(const mk_order *o, uint32_t id, uint32_t step, uint32_t slice, const uint32_t *clock)
+{
+    const mk_check *c = o->c;
+    for (uint32_t r = c->read_off[id]; r < c->read_off[id + 1]; r++) {
+        const mk_read_of *rd = &c->read[r];
+        if (slice != MK_NOBODY && (slice < rd->slice0 || slice - rd->slice0 >= rd->nslice)) continue;
+        uint32_t w = c->owner[rd->insn];
+        if (clock[w] < step * queue_length(c, w) + (rd->insn - c->p->queue[w]) + 1) return rd->insn;
+    }
+    return MK_NOBODY;
+}
+
+/* x is about to look at publication `pub` of sums in the last step. */
+static int check_looks(mk_order *o, uint32_t x, uint32_t vec, uint32_t pub, const uint32_t *clock)
+{
+    mk_check *c = o->c;
+    const mk_vec *v = &c->p->vec[vec];
+    uint32_t before = (STEPS - 1) * v->pubs + pub - 1, culprit = still_reads(o, mk_pub_id(c, vec, before % v->pubs), before / v->pubs, MK_NOBODY, clock);
+    if (culprit == MK_NOBODY) return MK_OK;
+    return mk_refuse(c, x, "looks at %s pub %u, but nothing it has waited for before says that %s is through, which clears what was there before", v->name, pub,
+                     mk_insn_text(c, culprit).s);
+}
+
 /* x publishes slice `slice` of (vec, pub) in the last step and knows `clock`: is everybody through with what it overwrites? */
 static int check_reuse(mk_order *o, uint32_t x, uint32_t vec, uint32_t pub, uint32_t slice, const uint32_t *clock)
 {
@@ -184,14 +210,8 @@ static int check_reuse(mk_order *o, uint32_t x, uint32_t vec, uint32_t pub, uint
     uint32_t back = v->scope == MK_PACKET ? 2 : 1, before = (STEPS - 1) * v->pubs + pub - back;
     uint32_t step = before / v->pubs, old = before % v->pubs, id = mk_pub_id(c, vec, old), n = mk_members(c, id);
     int sliced = v->scope == MK_PACKET && !(v->flags & MK_VEC_DYNAMIC);
-    uint32_t culprit = MK_NOBODY;
+    uint32_t culprit = still_reads(o, id, step, sliced ? slice : MK_NOBODY, clock);
     const char *does = "reads";
-    for (uint32_t r = c->read_off[id]; r < c->read_off[id + 1] && culprit == MK_NOBODY; r++) {
-        const mk_read_of *rd = &c->read[r];
-        if (sliced && (slice < rd->slice0 || slice - rd->slice0 >= rd->nslice)) continue;
-        uint32_t w = c->owner[rd->insn];
-        if (clock[w] < step * queue_length(c, w) + (rd->insn - c->p->queue[w]) + 1) culprit = rd->insn;
-    }
     const uint32_t *m = c->member + c->member_off[id];
     for (uint32_t k = sliced ? slice : 0; k < (sliced ? slice + 1 : n) && culprit == MK_NOBODY; k++) {
         uint32_t w = c->owner[m[k]];
@@ -231,6 +251,8 @@ static int play(mk_order *o, uint32_t *cur, uint32_t *end, mk_pub_clock *pc, uin
                 const uint32_t *m = NULL;
                 uint32_t id, n = members_of_wait(c, x, k, &m, &id);
                 if (!n) continue;
+                const mk_wait *wt = &in->wait[k];
+                if (step == STEPS - 1 && c->p->vec[wt->vec].scope == MK_BULK && c->p->vec[wt->vec].flags & MK_VEC_SUMS && (rc = check_looks(o, x, wt->vec, wt->pub, clock))) return rc;
                 mk_slices part[3] = {{0, n}};
                 uint32_t parts = whole_only(c, x, k) ? 1 : mk_looks_at(c, x, k, part);
                 for (const mk_slices *s = part; s < part + parts; s++)

@@ -147,6 +147,10 @@ static mk_program part(diff *d, chooser f, uint32_t arg, int routes, uint32_t *r
             case MK_OP_COMBINE:
             case MK_OP_LM_HEAD:
             case MK_OP_SAMPLE:
+            case MK_OP_ROUTER:
+            case MK_OP_ROUTE:
+            case MK_OP_EXPERT_UP: /* with a ROUTE before it */
+            case MK_OP_EXPERT_DOWN:
                 *regions |= MK_REGION_BULK;
                 break;
             default:
@@ -216,9 +220,9 @@ static int compare_last(diff *d, const mk_program *q, const mk_step *step, const
             if (scope == MK_LOCAL)
                 for (uint32_t y = x + 1; y < q->queue[w + 1]; y++)
                     if (q->insn[y].signal_vec == in->signal_vec) last = 0;
-            if (in->opcode == MK_OP_MLA_PARTIAL || in->opcode == MK_OP_GQA_PARTIAL)
+            if (in->opcode == MK_OP_MLA_PARTIAL || in->opcode == MK_OP_GQA_PARTIAL || in->opcode == MK_OP_ROUTER) /* of two slices of one h both are */
                 for (uint32_t y = x + 1; y < q->queue[w + 1]; y++)
-                    if (q->insn[y].opcode == in->opcode) last = 0;
+                    if (q->insn[y].opcode == in->opcode && q->insn[y].signal_pub != in->signal_pub) last = 0;
             if (last) list[n++] = x;
         }
     c->last = 1;
@@ -232,7 +236,8 @@ static int compare_last(diff *d, const mk_program *q, const mk_step *step, const
 static void choice(const diff *d, const mk_memory *m, const mk_step *step, uint32_t worker, const mk_insn *in, uint32_t row, float *v)
 {
     mk_ctx c = {.prog = d->p, .in = in, .mem = (mk_memory *)m, .step = step, .worker = worker};
-    mk_read(&c, 0, row, 0, in->route.experts, v);
+    static float h[1 << 16];
+    mk_route_logits(&c, row, v, h);
     for (uint32_t e = 0; e < in->route.experts; e++) {
         if (in->route.score == MK_SCORE_SIGMOID) v[e] = 1 / (1 + expf(-v[e]));
         if (in->route.has_bias) v[e] += m->param[in->route.param_off + e];

@@ -182,7 +182,6 @@ static int run_graph(mk_gpu *g, const mk_program *p, const mk_baseline_config *c
         phase[k].args = base;
         phase[k].args.queue = base.queue + (size_t)k * W;
         phase[k].args.seg_first = base.seg_first + (size_t)k * W;
-        phase[k].args.expert_first = base.expert_first + (size_t)k * W;
         mk_phase_args *a = &phase[k].phase;
         a->load = whole ? 0 : ph.load[k];
         a->save = whole ? 0 : ph.save[k];

@@ -14,9 +14,8 @@
 #define MK_GROUP_WARPS    4u             /* a warpgroup */
 #define MK_GROUPS         (MK_WARPS / 4) /* of them: matvec.cuh */
 #define MK_WARP_CONTROL   MK_WARPS       /* reads step descriptors, feeds instructions */
-#define MK_WARP_STATIC    (MK_WARPS + 1) /* streams the static tape */
-#define MK_WARP_EXPERT    (MK_WARPS + 2) /* streams the chosen experts' slices */
-#define MK_WARP_COURIER   (MK_WARPS + 3) /* goes to the host for SCHEDULE */
+#define MK_WARP_LOADER    (MK_WARPS + 1) /* streams weights */
+#define MK_WARP_COURIER   (MK_WARPS + 2) /* goes to the host for SCHEDULE; the warp after it leaves at once: four change their registers together */
 #define MK_WARP_ASIDE     (MK_WARPS + 4) /* the first of those that do GEMVs aside: aside.cuh */
 #define MK_ASIDES         4u
 #define MK_THREADS        (MK_COMPUTE + (4 + MK_ASIDES) * 32)
@@ -29,10 +28,8 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 /* A stage: the scales of its whole segment, which are few, then its weights: whole K blocks of the segment. */
 #define MK_MOST_SCALES    1024u
 #define MK_STAGE_LEAST    8192u  /* of weights: one K block of any segment */
-#define MK_STAGE_EXPERT   11264u /* and of an expert's */
-#define MK_STATIC_STAGES  8u     /* of the rings: even numbers */
-#define MK_EXPERT_STAGES  4u
-#define MK_PACE           2u     /* stages of the static ring under way at once before a segment's product has begun: kernel.cu, feed_segment */
+#define MK_STAGES         8u     /* of the ring: an even number */
+#define MK_PACE           2u     /* stages under way at once before an instruction's product has begun: kernel.cu, feed_begin */
 #define MK_STAGED_VALUES  2304u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
 #define MK_STAGING        (MK_MAX_ROWS * (MK_STAGED_VALUES * 2 + 64)) /* 32 of them: mk_row_stride; attention needs the others */
 #define MK_UPPER          19200u /* its upper part begins there: of those aside, in a step of one row */
@@ -46,7 +43,8 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 #define MK_MAX_PIECES     (8 * MK_COMPUTE) /* of the LM head */
 #define MK_RED_FLOATS     4864u /* of partial sums */
 #define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
-#define MK_ASIDE_ROWS     32u  /* of weights, at most */
+#define MK_ASIDE_ROWS     64u /* of weights, at most */
+#define MK_ASIDE_STAGES   (MK_STAGES - MK_GROUPS) /* at most: mk_next_skip */
 #define MK_DELTA_RANK     128u /* of f and z in DELTA_STEP, where they have one */
 #define MK_STEP_RING      8u
 #define MK_NEAR_SLOTS     8u /* streams that SCHEDULE keeps in shared memory */
@@ -61,36 +59,34 @@ __host__ __device__ __forceinline__ static uint32_t mk_step_packets(uint32_t nro
 }
 #endif
 
-/* One segment of a worker's static tape as its loader sees it. */
-typedef struct mk_tape_seg {
-    uint64_t off;      /* in the tape region: scales, then weights */
-    uint32_t scales;   /* bytes of scales, padded */
-    uint32_t bytes;    /* of weights */
-    uint32_t stage;    /* of weights, of a stage: the last one may have fewer */
-    uint16_t nkb, per; /* K blocks; K blocks a stage */
-    uint8_t shift;     /* K blocks a scale row: mk_scale_shift */
-    uint8_t lm_head;   /* only in steps that need logits */
-    uint8_t downs;     /* EXPERT_DOWNs between the segment before and this one: mk_shared.downs */
-    uint8_t pad[5];
-} mk_tape_seg;
-static_assert(sizeof(mk_tape_seg) == 32, "two 16-byte loads");
-
-/* K blocks a stage and stages of a segment. */
-#define MK_STAGES_WORD(per, stages) ((per) | (stages) << 16)
-
-/* The same for the chosen experts' slices; T = 0: a ROUTE. */
-typedef struct mk_expert_seg {
-    uint64_t base;   /* in the expert region; ROUTE: of the route in the local vectors */
+/* What an instruction streams, as the loader sees it: a segment of the worker's static tape, or (T > 0) the chosen experts' slices. Scales come first, then weights. */
+enum { MK_SEG_LOGITS = 1,  /* only in steps that need logits */
+       MK_SEG_ROUTED = 2,  /* the first behind a ROUTE of this queue, which is to be waited for */
+       MK_SEG_RELEASES = 4 /* the last that goes by it: the next one may be made */ };
+typedef struct mk_seg {
+    uint64_t base;   /* in the tape region or the expert region */
     uint64_t stride; /* from expert to expert */
-    uint32_t slice_stride, scales, magic; /* magic: of a division by T */
+    uint32_t scales; /* bytes of scales, padded */
+    union {
+        uint32_t bytes;        /* of weights */
+        uint32_t slice_stride; /* from slice to slice of an expert */
+    };
+    union {
+        uint32_t stage; /* bytes of weights of a stage: the last one may have fewer */
+        uint32_t magic; /* of a division by T */
+    };
     uint16_t T, inter, nkb;
     uint16_t rows, t; /* EXPERT_DOWN: the worker's slice; rows = 0: EXPERT_UP */
     uint8_t per_most, per_less; /* K blocks a stage: of slices of `most` rows, of shorter ones */
     uint8_t most;
-    uint8_t blank;                     /* EXPERT_DOWN: an empty stage after each segment makes their number even */
-    uint8_t pad[4];
-} mk_expert_seg;
-static_assert(sizeof(mk_expert_seg) == 48, "three 16-byte loads");
+    uint8_t blank; /* EXPERT_DOWN: an empty stage after each segment makes their number even */
+    uint8_t flags, pad;
+    uint32_t route; /* MK_SEG_ROUTED: where in the LOCAL vectors */
+} mk_seg;
+static_assert(sizeof(mk_seg) == 48 && offsetof(mk_seg, T) == 28, "three 16-byte loads");
+
+/* K blocks a stage and stages of a segment. */
+#define MK_STAGES_WORD(per, stages) ((per) | (stages) << 16)
 
 /* Who waited in vain for what: written once, by the first, in pinned memory. */
 enum mk_fault_kind { MK_FAULT_PACKET = 1, MK_FAULT_COUNTER, MK_FAULT_TAPE, MK_FAULT_EXPERT, MK_FAULT_ROUTE, MK_FAULT_DRAW };
@@ -152,9 +148,9 @@ typedef struct mk_hands {
 } mk_hands;
 /* What follows from an instruction of the matrix opcodes alone, worked out by the host: all that compute warps do is on the way of the token. */
 typedef struct mk_plan {
-    alignas(16) mk_tile tile; /* GEMV, LM_HEAD; EXPERT_UP: the longest slice; EXPERT_DOWN: an expert's, nst is even */
+    alignas(16) mk_tile tile; /* GEMV, LM_HEAD, ROUTER; EXPERT_UP: the longest slice; EXPERT_DOWN: an expert's, nst is even */
     union {
-        mk_input x;           /* GEMV, LM_HEAD, EXPERT_UP */
+        mk_input x;           /* GEMV, LM_HEAD, EXPERT_UP, ROUTE */
         uint32_t queries;     /* MLA_PARTIAL with MK_END_ASIDE: its table in mk_gpu_args.map: mk_queries_places */
         struct {
             mk_newest newest; /* GQA_PARTIAL */
@@ -169,22 +165,21 @@ typedef struct mk_plan {
     uint8_t one;              /* what runs in a step of one row: MK_ONE, MK_ONE_*; 0: the opcode */
     uint8_t f32;              /* packets carry f32 */
     uint8_t head_shift;       /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
-    uint8_t dealt;            /* EXPERT_UP, LM_HEAD: 1, 2: one row is gathered as its packets are dealt, by MK_ONE_RMS, MK_ONE_FAR; EXPERT_DOWN: its pairs are gathered at once */
+    uint8_t dealt;            /* EXPERT_UP, LM_HEAD, ROUTE: 1, 2: one row is gathered as its packets are dealt, by MK_ONE_RMS, MK_ONE_FAR; EXPERT_DOWN: its pairs are gathered at once */
     uint32_t beside;          /* a GEMV of one row: bytes of the staging area before its own input that it leaves alone. MLA_PARTIAL: how many such GEMVs stand before it */
-    uint32_t end;             /* MK_END_*; the gate's word in its packet << 8. EXPERT_DOWN, MLA_PARTIAL: MK_END_ASIDE */
+    uint32_t end;             /* MK_END_*; the gate's word in its packet << 8. EXPERT_UP, EXPERT_DOWN, MLA_PARTIAL: MK_END_ASIDE */
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
-    uint32_t gate_at;         /* the gate's packet, from the first of wait 2 */
-    uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
     union {
-        uint32_t ahead;       /* ROUTE: how many instructions further the EXPERT_UP is whose input can be staged while the logits are waited for, 1 or 2, 3: 1 in a step of one
-                                 row alone, | key << 2 of the input that it can be made of; 0: it cannot */
-        uint64_t tape;        /* DELTA_STEP: its segments, in the tape region */
+        uint32_t gate_at;     /* the gate's packet, from the first of wait 2 */
+        uint32_t pass;        /* EXPERT_UP, EXPERT_DOWN with MK_END_ASIDE: stages of what is done aside, which it goes past */
     };
+    uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
+    uint64_t tape;            /* DELTA_STEP: its segments, in the tape region */
 } mk_plan;
 static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32,
-       MK_END_ASIDE = 64, /* in a step of one row it is not the compute warps'; EXPERT_DOWN: it adds the result of one that is not; MLA_PARTIAL: its queries are not */
-       MK_END_KEEPS = 128 /* what was staged before its own input may be used again */ };
+       MK_END_ASIDE = 64, /* in a step of one row it is not the compute warps'; EXPERT_UP, EXPERT_DOWN: it waits for one that is not; MLA_PARTIAL: its queries are not */
+       MK_END_NEAR = 128 /* in a step of one row: GEMV: leaves its result in mk_shared.near for the next instruction; ROUTER: takes it there */ };
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, pro) (0x40u | (f32) | (form) << 1 | (pro) << 3)
 #define MK_IS_ONE(run) ((run) - 0x40u < 0x30u)
@@ -201,13 +196,11 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
        MK_ONE_UP = 0x74,    /* of BF16, of FP8 */
        MK_ONE_DOWN = 0x76,  /* of BF16 with up to 16, 24 and MK_DOWN_ONE_ROWS rows, of FP8 */
        MK_ONE_DELTA = 0x7c, /* without f and z, with them of BF16, of FP8 */
-       MK_ONE_ROUTE = 0x7f, /* a thread an expert, two */
-       MK_ONE_ROUTER = 0x81 /* a GEMV of few rows: router.cuh. Of several rows of the batch as well: mk_plan.one says so */ };
+       MK_ONE_ROUTE = 0x7f /* a thread an expert, two */ };
 /* In mk_places.run, with any of these. */
 #define MK_TRACED      0x100u
-#define MK_AWAITS      0x200u /* what is done aside: EXPERT_DOWN: a GEMV; MK_ONE_MLA: its own first queries */
+#define MK_AWAITS      0x200u /* what is done aside: EXPERT_UP, EXPERT_DOWN: a GEMV; MK_ONE_MLA: its own first queries */
 #define MK_LAP         0x400u /* and its parity */
-#define MK_ROUTER_ROWS 8u /* of weights, at most */
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
 #define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
 #define MK_NO_NORM 15u
@@ -220,7 +213,7 @@ typedef struct mk_places {
     uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_*; with MK_TRACED where the step is */
     uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_* */
     uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item; MLA: the first ones of its first two */
-    uint32_t after;             /* aside: behind which instruction, counted as they are fed */
+    uint32_t after;             /* aside: hand_over */
 } mk_places;
 /* What thread 0 has noted of an instruction whose step is traced: low halves of the clock, 0: not seen. */
 typedef struct mk_trace_note {
@@ -258,12 +251,11 @@ MK_BOTH uint32_t mk_queries_places(uint32_t heads)
     return (heads + 1 + MK_TURN_SLOTS * heads + 1) & ~1u;
 }
 
-/* A ring of weight stages: as long as the program's shared memory and its segments allow. */
+/* The ring of weight stages: as long as the program's shared memory and its segments allow. */
 typedef struct mk_ring {
     uint32_t at;             /* in shared memory, from its beginning */
     uint32_t stride, stages; /* bytes from stage to stage; how many there are */
     uint32_t scales;         /* bytes of a stage before its weights */
-    uint32_t pace;           /* MK_PACE; the expert ring's is all of it */
 } mk_ring;
 
 /* Everything the kernel is told, once. Pointers into device memory unless said otherwise. */
@@ -274,10 +266,8 @@ typedef struct mk_gpu_args {
     const uint32_t *map;   /* of the packets of the vectors that instructions gather */
     const mk_vec *vec;
     const uint16_t *start; /* of all vectors: mk_vec.start_index is an index into it here */
-    const mk_tape_seg *seg;
-    const uint32_t *seg_first;    /* [workers + 1] */
-    const mk_expert_seg *expert_seg;
-    const uint32_t *expert_first; /* [workers + 1] */
+    const mk_seg *seg;
+    const uint32_t *seg_first; /* [workers + 1] */
     const uint8_t *tape, *expert, *embed;
     const float *param;
     uint8_t *exchange, *bulk;
@@ -294,12 +284,13 @@ typedef struct mk_gpu_args {
     uint32_t *position;   /* [workers] the instruction last fed: for the flight recorder */
     mk_fault *fault;      /* pinned */
     uint32_t *heartbeat;  /* pinned; enum mk_beat */
-    mk_ring ring[2];       /* MK_TAPE, MK_EXPERT */
+    mk_ring ring;
     uint64_t state_slot_bytes, kv_page_bytes, timeout_ns;
     uint32_t packets, sweep; /* of the exchange; steps between two sweeps of them */
     uint32_t n_vec, n_start, workers, epoch0, max_pages, local_bytes;
     uint4 *trace;            /* records: megakernel/trace.h */
     uint32_t n_insn;
+    uint32_t unloaded;       /* the loader says that a stage is full without filling it */
 } mk_gpu_args;
 
 /* ROUTE's result once more, by (expert, row): pair p is one row's choice of one expert; the pairs of union expert j are
@@ -309,11 +300,11 @@ typedef struct mk_pairs {
     uint8_t first[MK_MAX_UNION + 4];
 } mk_pairs;
 
-/* A warp's place in a ring: the next stage of its group of warps (matvec.cuh). */
+/* A warp's place in the ring: the next stage of its group of warps (matvec.cuh). */
 typedef struct mk_next {
     alignas(16) uint32_t bar; /* shared address of the full barrier; the empty one follows at MK_EMPTY */
     uint32_t stage, phase;    /* of the weights; parity of the barrier's phase */
-    uint32_t at;              /* stages of the ring so far, of both groups */
+    uint32_t at;              /* stages so far, of both groups */
 } mk_next;
 /* What such places go by. */
 typedef struct mk_lap {
@@ -324,14 +315,13 @@ typedef struct mk_lap {
     uint32_t none;            /* 0, which the compiler does not know: mk_stage_leave */
 } mk_lap;
 /* What a compute warp remembers from instruction to instruction. */
-enum { MK_TAPE = 0, MK_EXPERT = 1 }; /* rings of weight stages */
 typedef struct mk_memo {
-    mk_next next[2];        /* by ring */
+    mk_next next;
     uint32_t staged, step;  /* what the staging area holds: mk_plan.key of that step; 0: nothing that may be used again */
     uint32_t turn;          /* of the reduction area's halves */
     uint32_t chunk;         /* of a vector that does not fit the staging area */
     uint32_t parity;        /* of a gathered vector's sums of squares */
-    uint32_t route_parity;  /* of the expert loader's barriers */
+    uint32_t route_parity;  /* of mk_shared.route_empty */
     uint32_t n;             /* the instruction under way, with MK_N_TRACED where its step is; MK_NO_INSN: none yet */
 } mk_memo;
 #define MK_NO_INSN  0xffffffffu
@@ -345,10 +335,11 @@ typedef struct mk_trace_now {
     uint32_t first;      /* the worker's first record of a step */
 } mk_trace_now;
 
-/* A worker's shared memory. The LOCAL vectors and the rings follow. */
+/* A worker's shared memory. The LOCAL vectors and the ring follow. */
 typedef struct mk_shared {
     alignas(128) uint8_t staging[MK_STAGING]; /* gathered vectors; scratch of the opcodes that gather none */
     alignas(16) float red[MK_RED_FLOATS];     /* partial tiles of the compute warps */
+    float near[MK_SEGMENT_ROWS];              /* what a GEMV has published, for a ROUTER behind it */
     alignas(16) float sumsq[2][MK_MAX_ROWS][MK_WARPS]; /* of a gathered vector's row: by warp */
     alignas(16) uint32_t top[MK_MAX_ROWS][MK_WARPS];   /* bits of its largest magnitude */
     alignas(16) float head_rstd[MK_MAX_ROWS][MK_MAX_NORM_HEADS];
@@ -362,15 +353,16 @@ typedef struct mk_shared {
     float2 angle[MK_ANGLES]; /* of the attention that is next, in a step of one row: by the controller */
     mk_pairs pairs;
     mk_memo memo[MK_WARPS];
-    mk_lap lap[2]; /* by ring */
+    mk_lap lap;
     mk_trace_now trace;
     uint64_t insn_full[MK_INSN_RING], insn_empty[MK_INSN_RING];
-    uint64_t full[2][MK_STATIC_STAGES], empty[2][MK_STATIC_STAGES]; /* by ring */
+    uint64_t full[MK_STAGES], empty[MK_STAGES];
     uint64_t route_full, route_empty;
+    uint64_t route_staged; /* h, by ROUTE: what is done aside begins */
     uint64_t aside_full, aside_done;
     volatile uint32_t logits[4]; /* of step s, in [s & 3]: (s + 1) * 2 + any_logits */
     uint32_t draw_met;           /* meetings so far */
-    volatile uint32_t leave;     /* loaders, courier: stop */
+    volatile uint32_t leave;     /* loader, courier: stop */
     /* SCHEDULE's worker */
     volatile uint32_t submitted, taken; /* what has been seen of the host: entries, events taken */
     volatile uint32_t bus;              /* enum mk_bus: who looks */
@@ -385,11 +377,9 @@ typedef struct mk_shared {
     volatile uint32_t current;           /* instructions begun * 2, less 1 while one is under way */
     volatile uint32_t stage_kind;        /* enum mk_fault_kind of the last stage that was not there at once */
     volatile uint32_t aborted;
-    /* for the static loader, from the expert loader: EXPERT_DOWNs so far whose weights have all been asked for */
-    volatile uint32_t downs;
 } mk_shared;
 
-/* K blocks of a stage, from what a segment's instruction says; loaders and compute warps count alike. A stage never spans two chunks of
+/* K blocks of a stage, from what a segment's instruction says; loader and compute warps count alike. A stage never spans two chunks of
  * the staged vector. */
 #define MK_PAIR_PACKETS(rows) ((rows) > 16 ? 224u : 288u) /* EXPERT_DOWN: of a pair that is gathered at once, where there are so many rows of weights */
 #define MK_PAIR_HEAD    32u  /* bytes before a staged pair: what its products are multiplied by */
@@ -446,14 +436,14 @@ MK_BOTH uint32_t mk_stage_work(uint32_t nkb, uint32_t per, uint32_t ways, uint32
         }
     return busiest;
 }
-/* K blocks of a stage. r: the ring. nkb: of the segment. spread: over a multiple of as many stages as there are groups of warps, so that each has its share, and where the vector has one plane
- * as many as the warps are done with soonest. */
-MK_BOTH uint32_t mk_stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, int spread)
+/* K blocks of a stage. r: the ring. nkb: of the segment. A multiple of as many stages as there are groups of warps, so that each has its share, and where the vector has one plane as many
+ * as the warps are done with soonest. */
+MK_BOTH uint32_t mk_stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes)
 {
     const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
     uint32_t stages = mk_small_quot(nkb + fit - 1, fit);
-    if (spread) stages = (stages + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
-    if (!spread || planes > 1) return mk_small_quot(nkb + stages - 1, stages);
+    stages = (stages + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
+    if (planes > 1) return mk_small_quot(nkb + stages - 1, stages);
     const uint32_t ways = mk_ways(rows), at_once = mk_blocks_at_once(mk_form(wtype, 0), (rows < MK_SIDE_ROWS ? rows + 15 : MK_SIDE_ROWS) / 16);
     uint32_t best = 0, least = 0xffffffffu;
     for (const uint32_t last = 2 * stages; stages <= last; stages += MK_GROUPS) {
@@ -592,9 +582,9 @@ MK_DEV void mk_sync(void)
 }
 
 /* Waits for the instruction behind which the warps aside begin. */
-MK_DEV void mk_aside_after(const mk_shared *sh, const mk_fed *f)
+MK_DEV void mk_aside_after(const mk_shared *sh, uint32_t n)
 {
-    while (!mk_mbar_try(mk_smem(&sh->insn_empty[f->place.after % MK_INSN_RING]), f->place.after / MK_INSN_RING & 1)) {}
+    while (!mk_mbar_try(mk_smem(&sh->insn_empty[n % MK_INSN_RING]), n / MK_INSN_RING & 1)) {}
 }
 
 /* ---- packets, counters ---------------------------------------------------------------------------------------------- */
@@ -699,20 +689,20 @@ MK_DEV uint8_t *mk_local_memory(const mk_gpu_args *)
 }
 
 #define MK_EMPTY ((uint32_t)(offsetof(mk_shared, empty) - offsetof(mk_shared, full)))
-/* A ring's stage i at the beginning. */
-MK_DEV mk_next mk_next_of(uint32_t ring, uint32_t i)
+/* Stage i at the beginning. */
+MK_DEV mk_next mk_next_of(uint32_t i)
 {
-    const mk_ring *r = &mk_sh()->args.ring[ring];
-    const mk_next s = {mk_smem(&mk_sh()->full[ring][i]), mk_smem(mk_sh()) + r->at + i * r->stride + r->scales, 0, 0};
+    const mk_ring *r = &mk_sh()->args.ring;
+    const mk_next s = {mk_smem(&mk_sh()->full[i]), mk_smem(mk_sh()) + r->at + i * r->stride + r->scales, 0, 0};
     return s;
 }
-/* Where every warp begins, by a thread for each warp and ring. */
-MK_DEV void mk_next_begin(mk_shared *sh, uint32_t ring, uint32_t warp)
+/* Where every warp begins, by a thread for each. */
+MK_DEV void mk_next_begin(mk_shared *sh, uint32_t warp)
 {
-    const mk_ring *r = &sh->args.ring[ring];
-    const mk_lap lap = {mk_smem(&sh->full[ring][r->stages]), 8 * r->stages, r->stages * r->stride, MK_GROUPS * r->stride, r->scales, 0};
-    if (warp == 0) sh->lap[ring] = lap;
-    sh->memo[warp].next[ring] = mk_next_of(ring, warp / MK_GROUP_WARPS);
+    const mk_ring *r = &sh->args.ring;
+    const mk_lap lap = {mk_smem(&sh->full[r->stages]), 8 * r->stages, r->stages * r->stride, MK_GROUPS * r->stride, r->scales, 0};
+    if (warp == 0) sh->lap = lap;
+    sh->memo[warp].next = mk_next_of(warp / MK_GROUP_WARPS);
 }
 /* To the group's next stage. */
 MK_DEV void mk_next_move(mk_next *s, const mk_lap *lap)
@@ -725,15 +715,15 @@ MK_DEV void mk_next_move(mk_next *s, const mk_lap *lap)
     s->stage -= lap->bytes;
     s->phase ^= 1;
 }
-/* To the ring's next stage, or the one before it, whose group it may be. */
-MK_DEV void mk_next_beside(mk_next *s, const mk_lap *lap, bool before)
+/* Past n stages, an even number and at most MK_ASIDE_STAGES, which others take. */
+MK_DEV void mk_next_skip(mk_next *s, const mk_lap *lap, uint32_t n)
 {
-    const uint32_t stride = lap->step / MK_GROUPS, begin = lap->end - lap->bars;
-    s->bar = before ? s->bar - 8 : s->bar + 8;
-    s->stage = before ? s->stage - stride : s->stage + stride;
-    if (s->bar - begin < lap->bars) return;
-    s->bar = before ? s->bar + lap->bars : s->bar - lap->bars;
-    s->stage = before ? s->stage + lap->bytes : s->stage - lap->bytes;
+    s->bar += 8 * n;
+    s->stage += n / MK_GROUPS * lap->step;
+    s->at += n;
+    if (s->bar < lap->end) return;
+    s->bar -= lap->bars;
+    s->stage -= lap->bytes;
     s->phase ^= 1;
 }
 /* The staging area is about to be overwritten. */

@@ -124,6 +124,7 @@ static uint32_t rows_of(const mk_insn *in)
     switch (in->opcode) {
     case MK_OP_GEMV: return in->gemv.n * (in->gemv.epilogue == MK_EPI_SILU ? 2u : 1u);
     case MK_OP_LM_HEAD: return in->lm_head.n;
+    case MK_OP_ROUTER: return in->router.n;
     case MK_OP_EXPERT_UP: return 2u * ((in->expert.inter + in->expert.T - 1) / in->expert.T);
     case MK_OP_EXPERT_DOWN: return in->expert.n;
     default: return 0;
@@ -220,8 +221,12 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         AT_MOST("channels of a head", MK_GQA_DIM, g->dim);
         EXPECT("channels of a head modulo 8", 0, g->dim % 8);
         return MK_OK;
+    case MK_OP_ROUTER:
+        AT_MOST("instructions that add to one sum", 255, p->vec[in->signal_vec].signals);
+        return check_segment(worker, in, err);
     case MK_OP_ROUTE:
         AT_MOST("experts", MK_MAX_EXPERT, in->route.experts);
+        AT_MOST("values of h", MK_STAGED_VALUES, in->route.k);
         AT_MOST("expert groups", 32, in->route.groups);
         return MK_OK;
     case MK_OP_SAMPLE:
@@ -292,19 +297,44 @@ static void *uploaded(mk_gpu *g, const char *what, const void *src, uint64_t byt
     return NULL;
 }
 
-/* An instruction of the experts as their loader sees it. */
-static mk_expert_seg expert_seg(const mk_gpu *g, const mk_insn *in)
+/* K blocks of a stage of so many rows; *nkb: of a segment. */
+static uint32_t kblocks_of(const mk_ring *r, const mk_insn *in, uint32_t rows, uint32_t *nkb)
 {
-    const mk_program *p = g->prog;
-    const mk_ring *ring = &g->args.ring[MK_EXPERT];
-    const mk_expert *e = &in->expert;
-    const uint32_t up = in->opcode == MK_OP_EXPERT_UP, values = mk_kblock_values(e->wtype);
-    mk_expert_seg s;
+    const int gemv = in->opcode == MK_OP_GEMV, lm = in->opcode == MK_OP_LM_HEAD, router = in->opcode == MK_OP_ROUTER;
+    const uint32_t wtype = gemv ? in->gemv.wtype : lm ? in->lm_head.wtype : router ? (uint32_t)MK_W_BF16 : in->expert.wtype;
+    const uint32_t k = gemv ? in->gemv.k : lm ? in->lm_head.k : router ? in->router.experts : in->expert.k, values = mk_kblock_values(wtype);
+    *nkb = (k + values - 1) / values;
+    return mk_stage_kblocks(r, wtype, rows, *nkb, gemv && in->gemv.flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1);
+}
+
+/* GEMV, LM_HEAD, ROUTER: what it streams. tape: where the worker's tape begins. */
+static mk_seg tape_seg(const mk_gpu *g, const mk_insn *in, uint64_t tape)
+{
+    const int lm = in->opcode == MK_OP_LM_HEAD;
+    const uint32_t rows = rows_of(in);
+    uint32_t nkb;
+    mk_seg s;
     memset(&s, 0, sizeof s);
-    if (in->opcode == MK_OP_ROUTE) {
-        s.base = p->vec[in->signal_vec].offset;
-        return s;
-    }
+    s.base = tape + in->tape_off;
+    s.scales = scales_of(in);
+    s.per_most = (uint8_t)kblocks_of(&g->args.ring, in, rows, &nkb);
+    s.nkb = (uint16_t)nkb;
+    s.bytes = s.nkb * rows * MK_KBLOCK_BYTES;
+    s.stage = s.per_most * rows * MK_KBLOCK_BYTES;
+    s.flags = lm ? MK_SEG_LOGITS : 0;
+    return s;
+}
+
+/* EXPERT_UP, EXPERT_DOWN. route: the ROUTE of its queue that is to be waited for, NULL: none. */
+static mk_seg expert_seg(const mk_gpu *g, const mk_insn *in, const mk_insn *route)
+{
+    const mk_expert *e = &in->expert;
+    const uint32_t up = in->opcode == MK_OP_EXPERT_UP, most = rows_of(in), less = up && e->inter >= e->T ? 2u * (e->inter / e->T) : most;
+    uint32_t nkb;
+    mk_seg s;
+    memset(&s, 0, sizeof s);
+    s.flags = route ? MK_SEG_ROUTED : 0;
+    s.route = route ? (uint32_t)g->prog->vec[route->signal_vec].offset : 0;
     s.base = e->base;
     s.stride = e->expert_stride;
     s.slice_stride = e->slice_stride;
@@ -312,19 +342,18 @@ static mk_expert_seg expert_seg(const mk_gpu *g, const mk_insn *in)
     s.magic = e->T > 1 ? 0xffffffffu / e->T + 1 : 0;
     s.T = (uint16_t)e->T;
     s.inter = (uint16_t)e->inter;
-    s.nkb = (uint16_t)((e->k + values - 1) / values);
     s.rows = up ? 0 : (uint16_t)e->n;
     s.t = (uint16_t)e->t;
-    const uint32_t most = rows_of(in), less = up && e->inter >= e->T ? 2u * (e->inter / e->T) : most;
     s.most = (uint8_t)most;
-    s.per_most = (uint8_t)mk_stage_kblocks(ring, e->wtype, most, s.nkb, 1, !up);
-    s.per_less = (uint8_t)mk_stage_kblocks(ring, e->wtype, less, s.nkb, 1, !up);
+    s.per_most = (uint8_t)kblocks_of(&g->args.ring, in, most, &nkb);
+    s.per_less = (uint8_t)kblocks_of(&g->args.ring, in, less, &nkb);
+    s.nkb = (uint16_t)nkb;
     s.blank = !up && (s.nkb + s.per_most - 1) / s.per_most % MK_GROUPS;
     return s;
 }
 
 /* An expert's segment of EXPERT_DOWN. */
-static mk_tile down_tile(const mk_insn *in, const mk_expert_seg *s)
+static mk_tile down_tile(const mk_insn *in, const mk_seg *s)
 {
     const mk_expert *e = &in->expert;
     const mk_tile t = {e->wtype, e->n, s->nkb, s->per_most, (s->nkb + s->per_most - 1u) / s->per_most + s->blank, 1, e->nseg, e->phase, 1};
@@ -409,70 +438,91 @@ static uint32_t queries_table(const mk_program *p, const mk_insn *in, uint32_t *
 
 #include "megakernel/plans.cuh"
 
-/* Instructions and queues, the static tapes as the loaders see them, and the instructions that the expert loaders walk. */
+/* A ROUTE that nothing behind it goes by: somebody has to wait for it all the same. */
+static mk_seg route_seg(const mk_gpu *g, const mk_insn *route)
+{
+    mk_seg s;
+    memset(&s, 0, sizeof s);
+    s.flags = MK_SEG_ROUTED | MK_SEG_RELEASES;
+    s.route = (uint32_t)g->prog->vec[route->signal_vec].offset;
+    return s;
+}
+
+/* Type of the weights that the next EXPERT_UP before `end` has; any will do where there is none. */
+static uint32_t experts_of(const mk_insn *insn, uint32_t k, uint32_t end)
+{
+    while (++k < end)
+        if (insn[k].opcode == MK_OP_EXPERT_UP) return insn[k].expert.wtype;
+    return MK_W_BF16;
+}
+
+/* Instructions and queues, and what they stream as the loader sees it. */
 static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, uint32_t sets, mk_gpu_args *a, mk_err *err)
 {
     const mk_program *p = g->prog;
-    uint32_t workers = p->info.workers, W = sets * workers, n_insn = queue[W], n_seg = 0, n_expert = 0;
-    mk_tape_seg *seg = (mk_tape_seg *)calloc(n_insn + 1, sizeof *seg);
+    uint32_t workers = p->info.workers, W = sets * workers, n_insn = queue[W], n_seg = 0;
+    mk_seg *seg = (mk_seg *)calloc(n_insn + 1, sizeof *seg);
     mk_plan *plan = (mk_plan *)calloc(n_insn + 1, sizeof *plan);
     input_keys keys = {NULL, 0, 0, 0};
     int rc = MK_OK;
-    mk_expert_seg *expert = (mk_expert_seg *)calloc(n_insn + 1, sizeof *expert);
-    uint32_t *first = (uint32_t *)calloc(2 * (W + 1), 4), *efirst = first + W + 1;
-    const mk_insn **maker = (const mk_insn **)calloc((size_t)p->info.n_vec * MK_EPOCH_STRIDE, sizeof *maker);
-    if (!seg || !plan || !expert || !first || !maker) {
-        free(seg), free(plan), free(expert), free(first), free(maker);
+    uint32_t *first = (uint32_t *)calloc(W + 1, 4);
+    if (!seg || !plan || !first) {
+        free(seg), free(plan), free(first);
         return mk_fail(err, MK_E_CAPACITY, "out of memory");
     }
-    for (uint32_t k = 0; k < n_insn; k++)
-        if (insn[k].opcode == MK_OP_GEMV && insn[k].signal_pub < MK_EPOCH_STRIDE) maker[(size_t)insn[k].signal_vec * MK_EPOCH_STRIDE + insn[k].signal_pub] = &insn[k];
     for (uint32_t w = 0; w < W; w++) {
-        uint32_t downs = 0;
+        const mk_insn *route = NULL; /* that no segment has yet been told to wait for */
+        mk_seg *last = NULL;         /* that goes by the ROUTE before */
         for (uint32_t k = queue[w]; k < queue[w + 1] && !rc; k++) {
             const mk_insn *in = &insn[k];
-            if (in->opcode == MK_OP_ROUTE || in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) expert[n_expert++] = expert_seg(g, in);
-            if (in->opcode == MK_OP_EXPERT_DOWN) {
-                plan[k].tile = down_tile(in, &expert[n_expert - 1]);
+            const uint64_t tape = p->tape_base[w % workers];
+            switch (in->opcode) {
+            case MK_OP_ROUTE:
+                if (route) seg[n_seg++] = route_seg(g, route);
+                if (last) last->flags |= MK_SEG_RELEASES;
+                last = NULL;
+                route = in;
+                rc = plan_of(g, in, NULL, experts_of(insn, k, queue[w + 1]), &keys, &plan[k], err);
+                break;
+            case MK_OP_DELTA_STEP: plan[k].tape = tape + in->tape_off; break; /* it reads its segments itself */
+            case MK_OP_GEMV:
+            case MK_OP_LM_HEAD:
+                seg[n_seg] = tape_seg(g, in, tape);
+                rc = plan_of(g, in, &seg[n_seg++], 0, &keys, &plan[k], err);
+                break;
+            case MK_OP_ROUTER:
+                seg[n_seg] = tape_seg(g, in, tape);
+                router_plan(in, &seg[n_seg++], &plan[k], k - queue[w]);
+                break;
+            case MK_OP_EXPERT_UP:
+                seg[n_seg] = expert_seg(g, in, route);
+                rc = plan_of(g, in, &seg[n_seg++], 0, &keys, &plan[k], err);
+                break;
+            case MK_OP_EXPERT_DOWN:
+                seg[n_seg] = expert_seg(g, in, route);
+                plan[k].tile = down_tile(in, &seg[n_seg++]);
                 pairs_plan(g, in, &plan[k]);
-                downs++;
-            } else if (!in->tape_bytes) {
-                rc = plan_of(g, in, NULL, &keys, &plan[k], err);
-                if (in->opcode == MK_OP_EXPERT_UP) stages_ahead(in, &plan[k], k - queue[w], maker);
+                break;
+            default: break;
             }
-            if (in->opcode == MK_OP_DELTA_STEP) plan[k].tape = p->tape_base[w % workers] + in->tape_off; /* it reads its segments itself */
-            if (!in->tape_bytes || in->opcode == MK_OP_DELTA_STEP) continue;
-            int lm = in->opcode == MK_OP_LM_HEAD;
-            const mk_gemv *v = &in->gemv;
-            uint32_t wtype = lm ? in->lm_head.wtype : v->wtype, rows = rows_of(in), kk = lm ? in->lm_head.k : v->k;
-            uint32_t scale_k = lm ? in->lm_head.scale_k : v->scale_k, planes = !lm && v->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
-            mk_tape_seg *s = &seg[n_seg++];
-            s->off = p->tape_base[w % workers] + in->tape_off;
-            s->scales = scales_of(in);
-            s->nkb = (uint16_t)((kk + mk_kblock_values(wtype) - 1) / mk_kblock_values(wtype));
-            s->per = (uint16_t)mk_stage_kblocks(&a->ring[MK_TAPE], wtype, rows, s->nkb, planes, 1);
-            s->bytes = s->nkb * rows * MK_KBLOCK_BYTES;
-            s->stage = s->per * rows * MK_KBLOCK_BYTES;
-            s->shift = (uint8_t)mk_scale_shift(scale_k);
-            s->lm_head = (uint8_t)lm;
-            s->downs = (uint8_t)(downs < 255 ? downs : 255); /* waiting for fewer is only too early */
-            downs = 0;
-            rc = plan_of(g, in, s, &keys, &plan[k], err);
+            if (in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) {
+                if (route || last) last = &seg[n_seg - 1];
+                route = NULL;
+            }
         }
+        if (route) seg[n_seg++] = route_seg(g, route);
+        if (last) last->flags |= MK_SEG_RELEASES;
         if (!rc) asides(insn, plan, queue[w], queue[w + 1]);
         first[w + 1] = n_seg;
-        efirst[w + 1] = n_expert;
     }
     if (!rc) rc = attention_plans(g, insn, queue, W, plan, err);
-    for (uint32_t k = 0; k < n_insn; k++) plan[k].one = one_row(&insn[k], &plan[k], a->ring[MK_TAPE].stages);
+    for (uint32_t k = 0; k < n_insn; k++) plan[k].one = one_row(&insn[k], &plan[k]);
     int ok = !rc && (a->insn = (mk_insn *)uploaded(g, "program", insn, (uint64_t)n_insn * sizeof *insn, err)) &&
              (a->plan = (mk_plan *)uploaded(g, "plans", plan, (uint64_t)n_insn * sizeof *plan, err)) &&
              (a->queue = (uint32_t *)uploaded(g, "queues", queue, 4ull * (W + 1), err)) &&
-             (a->seg = (mk_tape_seg *)uploaded(g, "tape segments", seg, n_seg * sizeof *seg, err)) &&
-             (a->expert_seg = (mk_expert_seg *)uploaded(g, "expert instructions", expert, n_expert * sizeof *expert, err)) &&
-             (a->seg_first = (uint32_t *)uploaded(g, "tape index", first, 8ull * (W + 1), err));
-    a->expert_first = a->seg_first + W + 1;
-    free(seg), free(plan), free(expert), free(first), free(maker), free(keys.key);
+             (a->seg = (mk_seg *)uploaded(g, "segments", seg, n_seg * sizeof *seg, err)) &&
+             (a->seg_first = (uint32_t *)uploaded(g, "index of segments", first, 4ull * (W + 1), err));
+    free(seg), free(plan), free(first), free(keys.key);
     return ok ? MK_OK : MK_E_CAPACITY;
 }
 
@@ -550,6 +600,7 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->workers = i->workers;
     a->packets = (uint32_t)(i->exchange_bytes / 16);
     a->n_insn = i->n_insn;
+    a->unloaded = (uint32_t)(g->cfg.unloaded != 0);
     a->sweep = g->cfg.sweep ? g->cfg.sweep : MK_SWEEP_STEPS;
     a->max_pages = g->max_pages;
     a->local_bytes = (uint32_t)i->local_bytes;
@@ -598,30 +649,20 @@ static int allocate(mk_gpu *g, mk_err *err)
     return rc ? rc : upload_queues(g, p->insn, p->queue, 1, a, err);
 }
 
-/* What neither the kernel nor the LOCAL vectors need of a worker's shared memory is the rings'. With experts, static stages have room for two K blocks of the tallest
- * segment, so that every warp of a group has one, and the expert ring has the rest, but no less than MK_STAGE_EXPERT a stage. */
-static int rings_of(const mk_program *p, uint32_t smem, mk_ring *ring, mk_err *err)
+/* What neither the kernel nor the LOCAL vectors need of a worker's shared memory is the ring's. */
+static int ring_of(const mk_program *p, uint32_t smem, mk_ring *ring, mk_err *err)
 {
     const uint64_t local = (p->info.local_bytes + 127) & ~127ull, fixed = sizeof(mk_shared) + local + MK_TILE_BYTES; /* a tile may reach past the last stage */
-    const int experts = p->info.expert_bytes != 0;
-    uint32_t scales[2] = {0, 0}, tallest = 0;
+    uint32_t scales = 0;
     for (uint32_t k = 0; k < p->queue[p->info.workers]; k++) {
-        const mk_insn *in = &p->insn[k];
-        const uint32_t which = in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN ? MK_EXPERT : MK_TAPE, b = (scales_of(in) + 127) & ~127u;
-        if (b > scales[which]) scales[which] = b;
-        if (which == MK_TAPE && rows_of(in) > tallest) tallest = rows_of(in);
+        const uint32_t b = (scales_of(&p->insn[k]) + 127) & ~127u;
+        if (b > scales) scales = b;
     }
-    const uint32_t least = experts ? MK_STAGE_EXPERT + scales[MK_EXPERT] : 0, need = MK_STATIC_STAGES * (MK_STAGE_LEAST + scales[MK_TAPE]) + MK_EXPERT_STAGES * least;
+    const uint32_t need = MK_STAGES * (MK_STAGE_LEAST + scales);
     if (fixed + need > smem)
         return mk_fail(err, MK_E_PROGRAM, "%llu bytes of local vectors: with the kernel's own %u that is over a worker's %u bytes of shared memory",
                        (unsigned long long)p->info.local_bytes, (uint32_t)(fixed - local) + need, smem);
-    const uint32_t room = smem - (uint32_t)fixed, most = (room - MK_EXPERT_STAGES * least) / MK_STATIC_STAGES & ~127u;
-    const uint32_t want = (2 * tallest * MK_KBLOCK_BYTES > MK_STAGE_EXPERT ? 2 * tallest * MK_KBLOCK_BYTES : MK_STAGE_EXPERT) + scales[MK_TAPE];
-    const uint32_t stride = experts && want < most ? (want + 127) & ~127u : most;
-    const mk_ring tape = {(uint32_t)(sizeof(mk_shared) + local), stride, MK_STATIC_STAGES, scales[MK_TAPE], MK_PACE};
-    const mk_ring expert = {tape.at + MK_STATIC_STAGES * stride, experts ? (room - MK_STATIC_STAGES * stride) / MK_EXPERT_STAGES & ~127u : 0, MK_EXPERT_STAGES, scales[MK_EXPERT], MK_EXPERT_STAGES};
-    ring[MK_TAPE] = tape;
-    ring[MK_EXPERT] = expert;
+    *ring = (mk_ring){(uint32_t)(sizeof(mk_shared) + local), (smem - (uint32_t)fixed) / MK_STAGES & ~127u, MK_STAGES, scales};
     return MK_OK;
 }
 
@@ -632,15 +673,15 @@ int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_e
     int rc = mk_gpu_probe(cfg->device, &info, err);
     if (rc) return rc;
     if ((rc = check_program(p, info.sms, err))) return rc;
-    mk_ring ring[2];
-    if ((rc = rings_of(p, info.smem, ring, err))) return rc;
+    mk_ring ring;
+    if ((rc = ring_of(p, info.smem, &ring, err))) return rc;
     mk_gpu *g = (mk_gpu *)calloc(1, sizeof *g);
     if (!g) return mk_fail(err, MK_E_CAPACITY, "out of memory");
     g->prog = p;
     g->cfg = *cfg;
     g->device = cfg->device;
     g->smem = info.smem;
-    memcpy(g->args.ring, ring, sizeof ring);
+    g->args.ring = ring;
     cudaError_t e;
     int blocks = 0;
     if ((e = cudaSetDevice(g->device)) || (e = cudaStreamCreateWithFlags(&g->run, cudaStreamNonBlocking)) ||
@@ -757,6 +798,16 @@ static cudaError_t reset_exchange(mk_gpu *g, uint32_t epoch0)
     return wait_copied(g);
 }
 
+/* What is added to begins with zero. */
+static cudaError_t reset_sums(mk_gpu *g)
+{
+    const mk_program *p = g->prog;
+    cudaError_t e = cudaSuccess;
+    for (uint32_t v = 0; v < p->info.n_vec && !e; v++)
+        if (p->vec[v].scope == MK_BULK && p->vec[v].flags & MK_VEC_SUMS) e = cudaMemset(g->args.bulk + p->vec[v].offset, 0, p->vec[v].width);
+    return e;
+}
+
 static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
 {
     mk_gpu_args *a = &g->args;
@@ -783,7 +834,7 @@ static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
     g->event_read[0] = 0;
     cudaError_t e;
     if ((e = cudaSetDevice(g->device)) || (e = reset_exchange(g, epoch0)) || (e = cudaMemset(a->counter, 0, 4ull * g->prog->info.n_counter)) ||
-        (e = cudaMemset(a->draw, 0, sizeof(mk_draws))) ||
+        (e = cudaMemset(a->draw, 0, sizeof(mk_draws))) || (e = reset_sums(g)) ||
         (e = cudaMemset(a->step_ring, 0, (size_t)MK_STEP_RING * MK_STEP_PACKETS * 16)) || (e = cudaMemset(a->abort, 0, 4)) ||
         (e = cudaMemset(a->position, 0, 4ull * g->prog->info.workers)) ||
         (e = cudaMemset(g->st, 0, slots * (sizeof(mk_sched_slot) + sizeof(mk_sched_rest) + 4))) || (e = cudaMemcpy(g->sched, &s, sizeof s, cudaMemcpyHostToDevice)) ||
@@ -1066,7 +1117,7 @@ int mk_gpu_fault(const mk_gpu *g, char *text, size_t size)
     } else if (f->kind == MK_FAULT_COUNTER) {
         snprintf(text, size, "counter of %s publication %u: expected %u, found %u", p->vec[f->vec].name, f->pub, f->expected, f->found);
     } else {
-        snprintf(text, size, "%s", f->kind == MK_FAULT_TAPE ? "weights of the static tape" : f->kind == MK_FAULT_EXPERT ? "weights of an expert" : f->kind == MK_FAULT_DRAW ? "another worker's part of a draw" : "the expert loader");
+        snprintf(text, size, "%s", f->kind == MK_FAULT_TAPE ? "weights of the static tape" : f->kind == MK_FAULT_EXPERT ? "weights of an expert" : f->kind == MK_FAULT_DRAW ? "another worker's part of a draw" : "the loader");
     }
     return 1;
 }

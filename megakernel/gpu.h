@@ -32,6 +32,7 @@ typedef struct mk_gpu_config {
     uint32_t context;    /* tokens of a slot's log */
     uint32_t timeout_ms; /* of every wait but the idle ones; 0: 2000 */
     uint32_t sweep;      /* steps between two sweeps of the exchange, a power of two; 0: 2^20 (megakernel/exchange.h) */
+    int unloaded;        /* weights are not read: a ring keeps small random values. To measure what a step takes beside them */
 } mk_gpu_config;
 
 /* What host and device share; all pinned. A submit entry goes through mk_gpu_submit. */
@@ -63,7 +64,7 @@ int mk_gpu_upload_params(mk_gpu *g, const float *values, uint64_t at, uint64_t n
 /* Resets rings, exchange and schedule and launches the kernel. Publications carry epochs above epoch0: after an earlier run, above all that it used. */
 int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err);
 /* The same, but for the launch: somebody else's kernels will run (megakernel/baseline.cu). `sets` times the workers' queues, one set after the other, are
- * uploaded (they stay until mk_gpu_destroy); *args is for the first set, of the next ones queue, seg_first and expert_first stand `workers` entries further. */
+ * uploaded (they stay until mk_gpu_destroy); *args is for the first set, of the next ones queue and seg_first stand `workers` entries further. */
 struct mk_gpu_args;
 int mk_gpu_prepare(mk_gpu *g, uint32_t epoch0, const mk_insn *insn, const uint32_t *queue, uint32_t sets, struct mk_gpu_args *args, uint32_t *smem, mk_err *err);
 

@@ -2,8 +2,8 @@
  *
  *   warps 0-7    compute: the instructions of the queue, one after the other, all warps on each
  *   controller   waits for the next step descriptor, then feeds the queue's instructions, a few ahead
- *   static       streams the worker's tape into its ring, over instruction, layer and step boundaries, but not past experts that are still to be streamed
- *   expert       waits for the route of a layer, then streams the slices that fall to this worker
+ *   loader       streams weights into the ring in the queue's order, over instruction, layer and step boundaries: the worker's tape, and, when a layer's route is known, the chosen
+ *                experts' slices
  *   courier      on SCHEDULE's worker: looks for what the host says (instructions/schedule.cuh)
  *   aside        four warps for what is done beside the queue (instructions/aside.cuh)
  *
@@ -49,29 +49,6 @@ MK_CALL void matrix_run(bool gemv)
     } while (jobs);
 }
 
-/* While ROUTE's logits are on their way: stages what the EXPERT_UP behind it reads, which is there already. ahead: mk_plan.ahead, whose key is that of the router's own input,
- * which then lies in order behind what is staged. */
-MK_CALL void stage_ahead(uint32_t ahead)
-{
-    mk_shared *sh = mk_sh();
-    const uint32_t n = sh->memo[threadIdx.x / 32].n & ~MK_N_TRACED, nrows = sh->step.nrows, left = ahead >> 2, up = n + ((ahead & 3) == 3 ? 1 : ahead & 3);
-    const mk_fed *f = &sh->fed[up % MK_INSN_RING];
-    if ((ahead & 3) > 1 && nrows > 1) return; /* what stands between them stages several rows where this would be */
-#pragma unroll 1
-    for (uint32_t i = n + 1; i <= up; i++) { /* each: nothing is fed behind the word to leave */
-        while (!mk_mbar_try(mk_smem(&sh->insn_full[i % MK_INSN_RING]), i / MK_INSN_RING & 1)) {}
-        if (sh->fed[i % MK_INSN_RING].place.run == MK_OP_LEAVE) return; /* to be left at once */
-    }
-    if (f->in.opcode != MK_OP_EXPERT_UP) return;
-    if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * up + 1); /* should it be waited for, for ever, say so */
-    const mk_memo *memo = &sh->memo[threadIdx.x / 32];
-    if (left && nrows == 1 && memo->staged == left && memo->step == sh->step.seq)
-        mk_stage_again(&f->in);
-    else
-        mk_stage_input(&f->in, true, 0, f->plan.x.k);
-    if (threadIdx.x == 0) mk_flag_set(&sh->current, 2 * n + 1);
-}
-
 /* A function an opcode: each has all the registers to itself. What spills goes to local memory, for which shared memory has left no cache. */
 #define X(run, ...)                                                                                                    \
     MK_CALL void call_##run(const mk_insn *in)                                                                         \
@@ -80,16 +57,23 @@ MK_CALL void stage_ahead(uint32_t ahead)
         const mk_dev d = mk_here(in);                                                                                  \
         run(&d);                                                                                                       \
     }
-#define AHEAD if (mk_fed_of(in)->plan.ahead) stage_ahead(mk_fed_of(in)->plan.ahead), in = under_way();
+/* h, for its norm, for who comes next and for what is done aside meanwhile. */
+MK_DEV const mk_insn *staged(const mk_insn *in)
+{
+    mk_stage_input(in, true, 0, mk_fed_of(in)->plan.x.k);
+    if (mk_arrives(mk_tid_now() % 32)) mk_mbar_arrive(mk_smem(&mk_sh()->route_staged));
+    return under_way();
+}
+#define STAGED in = staged(in);
 X(mk_embed_run)
-X(mk_route_one_run, AHEAD)
-X(mk_route_pair_run, AHEAD)
-X(mk_route_run, AHEAD)
+X(mk_route_one_run, STAGED)
+X(mk_route_pair_run, STAGED)
+X(mk_route_run, STAGED)
 X(mk_sample_greedy_run)
 X(mk_sample_run)
 X(mk_schedule_run)
 #undef X
-#undef AHEAD
+#undef STAGED
 
 /* The instruction under way, if there is one, is done; the next, which is *what. Nothing of it is kept over the instruction: it would be spilled. The next one's barrier is
  * asked for first, for its answer takes as long as the rest. */
@@ -133,12 +117,7 @@ MK_CALL void other(const mk_insn *in, uint32_t what)
 {
     switch (what) {
     case MK_OP_EMBED: call_mk_embed_run(in); break;
-    case MK_OP_GEMV:
-        if (mk_fed_of(in)->plan.one == MK_ONE_ROUTER)
-            mk_router<MK_ROUTER_AT_ONCE>(under_way());
-        else
-            matrix_run(true);
-        break;
+    case MK_OP_GEMV: matrix_run(true); break;
     case MK_OP_EXPERT_UP: mk_expert_up_run(in); break;
     case MK_OP_EXPERT_DOWN: mk_expert_down_run(in); break;
     case MK_OP_DELTA_STEP: mk_delta_step_run(in); break;
@@ -183,7 +162,7 @@ MK_DEV void compute(const mk_gpu_args *a)
         case MK_ONE_DELTA: mk_delta_one<0>(in); break;
         case MK_ONE_DELTA + 1: mk_delta_one<MK_W_BF16>(in); break;
         case MK_ONE_DELTA + 2: mk_delta_one<MK_W_FP8>(in); break;
-        case MK_ONE_ROUTER: mk_router<1>(in); break;
+        case MK_OP_ROUTER: mk_router_run(in); break;
         case MK_ONE_ROUTE: call_mk_route_one_run(in); break;
         case MK_ONE_ROUTE + 1: call_mk_route_pair_run(in); break;
         case MK_ONE_GQA: mk_gqa_run<true>(in); break;
@@ -256,11 +235,11 @@ MK_DEV bool look_after(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_
         for (uint32_t i = 0; i < MK_THREADS / 32 && in->opcode != MK_OP_SCHEDULE; i++) {
             const uint4 q = sh->waiting[i];
             if (!q.x) continue;
-            if (i >= MK_WARP_ASIDE) in = &sh->aside.in; /* EXPERT_DOWN waits for it */
+            if (i >= MK_WARP_ASIDE) in = &sh->aside.in; /* somebody waits for it */
             const mk_wait *wait = &in->wait[q.x - 1];
             const mk_vec *v = &sh->vec[wait->vec];
             if (v->scope == MK_BULK)
-                mk_fault_report(in, MK_FAULT_COUNTER, wait, 0, 0, mk_counter_target(v, sh->step.seq, wait->pub), q.w);
+                mk_fault_report(in, MK_FAULT_COUNTER, wait, 0, 0, v->flags & MK_VEC_SUMS ? v->signals : mk_counter_target(v, sh->step.seq, wait->pub), q.w);
             else
                 mk_fault_report(in, MK_FAULT_PACKET, wait, q.y, q.z, mk_epoch(a->epoch0, sh->step.seq, wait->pub), q.w);
         }
@@ -392,7 +371,8 @@ MK_DEV void trace_done(mk_shared *sh, uint32_t slot, uint32_t *noted, uint32_t *
     __syncwarp();
 }
 
-/* What is done aside, what was before it being done. All lanes. at: in the queue; after: behind which instruction, counted as they are fed. */
+/* What is done aside, what was before it being done. All lanes. at: in the queue; after: behind which instruction, counted as they are fed; of the shared
+ * expert's gate|up: which phase of route_staged. */
 MK_DEV void hand_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f, uint32_t at, uint32_t after, uint32_t lane)
 {
     __syncwarp(); /* its places are there */
@@ -413,7 +393,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     const uint32_t worker = blockIdx.x, lane = threadIdx.x % 32, first = a->queue[worker], end = a->queue[worker + 1];
     uint32_t fed = 0; /* instructions so far */
     uint32_t noted = 0, waited = 0; /* trace_done */
-    uint32_t asides = 0;            /* handed over so far */
+    uint32_t asides = 0, routes = 0; /* handed over so far; fed */
     mk_watch watch = {0, 0};
     const bool own = schedules(a);
     bool leave = first == end;
@@ -462,9 +442,9 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
                 for (uint32_t n = 0; asides && !leave && !__all_sync(0xffffffffu, mk_mbar_try(mk_smem(&sh->aside_done), asides - 1 & 1)); n++)
                     if ((n & 15) == 15) leave = look_after(a, sh, &watch, lane);
                 if (leave) break;
-                /* behind ROUTE, which is the last one, or the last but one, an EXPERT_UP; behind what comes before the GEMVs that leave the queries' place alone */
-                const uint32_t before = !gemv ? 1 + sh->fed[slot].plan.beside : sh->fed[(fed - 1) % MK_INSN_RING].in.opcode == MK_OP_ROUTE ? 1 : 2;
-                hand_over(a, sh, &sh->fed[slot], i - first, fed - before, lane);
+                /* queries: behind what comes before the GEMVs that leave their place alone; down: behind what stands before EXPERT_UP; gate|up: with ROUTE's input */
+                const uint32_t after = !gemv ? fed - 1 - sh->fed[slot].plan.beside : sh->fed[slot].plan.end & MK_END_SILU ? routes - 1 & 1 : fed - 2;
+                hand_over(a, sh, &sh->fed[slot], i - first, after, lane);
                 asides++;
                 idle = gemv;
                 fed -= gemv;
@@ -472,6 +452,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             if (aside && !gemv && asides && lane == 0) sh->fed[slot].place.run |= MK_AWAITS | (asides - 1 & 1 ? MK_LAP : 0);
             __syncwarp();
             if (idle) continue;
+            routes += sh->fed[slot].in.opcode == MK_OP_ROUTE;
             if (sh->fed[slot].in.opcode == MK_OP_DELTA_STEP) mk_delta_ahead(a, &sh->step, &sh->fed[slot], lane);
             if (lane == 0) mk_store_relaxed(a->position + worker, i - first);
             if (sh->step.trace) {
@@ -486,7 +467,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     uint32_t slot = fed % MK_INSN_RING;
     if (fed >= MK_INSN_RING) await_done(a, sh, &watch, fed - MK_INSN_RING, lane);
     if (lane == 0) {
-        if (!MK_ONE_STEP || leave || !sh->step.nrows) mk_flag_set(&sh->leave, 1); /* else the loaders leave by themselves */
+        if (!MK_ONE_STEP || leave || !sh->step.nrows) mk_flag_set(&sh->leave, 1); /* else the loader leaves by itself */
         sh->fed[slot].place.run = MK_OP_LEAVE;
     }
     __syncwarp();
@@ -499,25 +480,26 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
         await_done(a, sh, &watch, i, lane);
 }
 
-/* ---- loaders -------------------------------------------------------------------------------------------------------- */
+/* ---- loader --------------------------------------------------------------------------------------------------------- */
 
-/* A ring of stages as its loader walks it. A loader is one lane of a warp: few instructions a stage, because one warp alone takes some five clocks for each. */
+/* The ring as its loader walks it: one lane of a warp. Few instructions a stage, because one warp alone takes some five clocks for each. */
 typedef struct mk_feed {
     uint32_t bar, to, phase;           /* the next stage's, as in mk_next */
     uint32_t full, stage, end, stride; /* the first one's; full barriers end there */
     uint32_t scales, stages;           /* as in mk_ring */
     uint32_t leave;                    /* shared address of mk_shared.leave */
     uint32_t used;                     /* full barriers up to here have had a stage */
-    uint32_t lag, lag_phase;           /* full barrier, and its parity, of the stage that lies mk_ring.pace before the next one */
+    uint32_t calm, behind;             /* stages yet to be paced; full barriers from the one that such a stage waits for to its own, in bytes */
+    uint32_t unloaded;                 /* as in mk_gpu_args */
     uint64_t policy;
 } mk_feed;
 
-MK_DEV mk_feed feed_ring(mk_shared *sh, uint32_t ring)
+MK_DEV mk_feed feed_ring(mk_shared *sh)
 {
     const uint32_t leave = (uint32_t)__cvta_generic_to_shared((const void *)&sh->leave);
-    const mk_ring *r = &sh->args.ring[ring];
-    const mk_next s = mk_next_of(ring, 0);
-    mk_feed f = {s.bar, s.stage, 0, s.bar, s.stage, s.bar + 8 * r->stages, r->stride, r->scales, r->stages, leave, s.bar, s.bar + 8 * (r->stages - r->pace), 1, mk_evict_first()};
+    const mk_ring *r = &sh->args.ring;
+    const mk_next s = mk_next_of(0);
+    mk_feed f = {s.bar, s.stage, 0, s.bar, s.stage, s.bar + 8 * r->stages, r->stride, r->scales, r->stages, leave, s.bar, 0, 0, sh->args.unloaded, mk_evict_first()};
     asm volatile("" : "+r"(f.full), "+r"(f.stage), "+r"(f.leave)); /* in registers: else the loop finds out again where shared memory begins */
     return f;
 }
@@ -525,12 +507,6 @@ MK_DEV void feed_next(mk_feed *f)
 {
     f->bar += 8;
     f->to += f->stride;
-    f->lag += 8;
-    if (f->lag == f->end) {
-        asm volatile("");
-        f->lag = f->full;
-        f->lag_phase ^= 1;
-    }
     if (f->bar != f->end) return;
     asm volatile("");
     f->bar = f->full;
@@ -538,33 +514,49 @@ MK_DEV void feed_next(mk_feed *f)
     f->phase ^= 1;
     f->used = f->end;
 }
-/* Waits until the next stage may be filled, as long as it takes; the compute warps bound the wait. False: leave. */
-MK_DEV bool feed_room(const mk_feed *f)
+MK_DEV bool feed_leaves(const mk_feed *f)
 {
-    while (!mk_mbar_try(f->bar + MK_EMPTY, f->phase ^ 1)) {
-        uint32_t leave;
-        asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(leave) : "r"(f->leave) : "memory");
-        if (leave) return false;
-    }
+    uint32_t leave;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(leave) : "r"(f->leave) : "memory");
+    return leave != 0;
+}
+/* Waits for a phase of a barrier as long as it takes; the compute warps bound the wait. False: leave. */
+MK_DEV bool feed_await(const mk_feed *f, uint32_t bar, uint32_t parity)
+{
+    while (!mk_mbar_try(bar, parity))
+        if (feed_leaves(f)) return false;
     return true;
 }
+/* What an instruction streams begins: not more than `pace` stages of it are under way before its product has begun, which is known when a stage of it takes the place of another.
+ * Until then somebody waits for an exchange, or for instructions that no cache has, and what brings them stands behind what the loader has asked for. 0: any number. (Blank stages are
+ * not paced.) */
+MK_DEV void feed_begin(mk_feed *f, uint32_t pace)
+{
+    f->calm = pace ? f->stages : 0;
+    f->behind = 8 * pace;
+}
 
-/* Streams one segment of scales and weights; its scales go with every stage. False: leave. paced: not more than mk_ring.pace stages are under way before its product has
- * begun, which is known when a stage of it takes the place of another. Until then somebody waits for an exchange, and its packets stand behind what all loaders have
- * asked for. */
-MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scales, uint32_t bytes, uint32_t stage, bool paced)
+/* Streams one segment of scales and weights; its scales go with every stage. False: leave. */
+MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scales, uint32_t bytes, uint32_t stage)
 {
     const uint8_t *weights = segment + scales;
-    const uint32_t calm = !paced ? bytes : bytes > f->stages * stage ? bytes - f->stages * stage : 0;
 #pragma unroll 1
     for (uint32_t left = bytes; left;) {
         const uint32_t n = min(left, stage);
-        if (!feed_room(f)) return false;
-        if (left > calm)
-            while (!mk_mbar_try(f->lag, f->lag_phase)) {}
-        mk_mbar_expect(f->bar, n + scales);
-        mk_bulk_copy(f->to, weights, n, f->bar, f->policy);
-        if (scales) mk_bulk_copy(f->to - f->scales, segment, scales, f->bar, f->policy);
+        if (!feed_await(f, f->bar + MK_EMPTY, f->phase ^ 1)) return false;
+        if (f->calm) {
+            const bool before = f->bar - f->full < f->behind; /* its lap was the one before */
+            const uint32_t lag = f->bar - f->behind + (before ? f->end - f->full : 0), parity = f->phase ^ before;
+            f->calm--;
+            while (!mk_mbar_try(lag, parity)) {}
+        }
+        if (f->unloaded) {
+            mk_mbar_arrive(f->bar);
+        } else {
+            mk_mbar_expect(f->bar, n + scales);
+            mk_bulk_copy(f->to, weights, n, f->bar, f->policy);
+            if (scales) mk_bulk_copy(f->to - f->scales, segment, scales, f->bar, f->policy);
+        }
         weights += n;
         left -= n;
         feed_next(f);
@@ -575,7 +567,7 @@ MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scales, ui
 /* A stage of nothing. */
 MK_DEV bool feed_blank(mk_feed *f)
 {
-    if (!feed_room(f)) return false;
+    if (!feed_await(f, f->bar + MK_EMPTY, f->phase ^ 1)) return false;
     mk_mbar_arrive(f->bar);
     feed_next(f);
     return true;
@@ -588,114 +580,91 @@ MK_DEV void feed_drain(const mk_feed *f)
         while (!mk_mbar_try(bar, bar < f->bar ? f->phase : f->phase ^ 1)) {}
 }
 
-/* Descriptions come from device memory: the next one is asked for before this one is streamed. */
-MK_DEV mk_tape_seg tape_seg(const mk_tape_seg *s)
-{
-    union {
-        uint4 q[2];
-        mk_tape_seg s;
-    } u;
-    u.q[0] = __ldg((const uint4 *)s);
-    u.q[1] = __ldg((const uint4 *)s + 1);
-    return u.s;
-}
-
-MK_DEV void stream_static(const mk_gpu_args *a, mk_shared *sh)
-{
-    const uint32_t worker = blockIdx.x, first = a->seg_first[worker], end = a->seg_first[worker + 1];
-    mk_feed f = feed_ring(sh, MK_TAPE);
-    bool on = first < end;
-    uint32_t downs = 0;
-    mk_tape_seg next;
-    if (on) next = tape_seg(a->seg + first);
-    for (uint32_t seq = 0; on && !(MK_ONE_STEP && seq); seq++)
-        for (uint32_t i = first; i < end && on; i++) {
-            const mk_tape_seg s = next;
-            next = tape_seg(a->seg + (i + 1 < end ? i + 1 : first));
-            /* The chosen experts' weights are waited for, those of the layer after them are not yet: they would share the memory's time. */
-            if (!MK_ONE_STEP && s.downs) {
-                downs += s.downs;
-                while ((int32_t)(mk_flag_get(&sh->downs) - downs) < 0 && on) on = !mk_flag_get(&sh->leave);
-            }
-            if (s.lm_head && !MK_ONE_STEP) { /* only now does it matter what the step is */
-                uint32_t seen;
-                while ((seen = mk_flag_get(&sh->logits[seq & 3])) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !mk_flag_get(&sh->leave);
-                if (!on || !(seen & 1)) continue;
-            }
-            const bool paced = !MK_ONE_STEP && !s.lm_head && f.lag != f.bar; /* nobody waits for an exchange beside the LM head, nor in a phase */
-            on = feed_segment(&f, a->tape + s.off, s.scales, s.bytes, s.stage, paced);
-        }
-    mk_phase_prefetch(a);
-    feed_drain(&f);
-}
-
-MK_DEV mk_expert_seg expert_seg(const mk_expert_seg *s)
+MK_DEV mk_seg seg_at(const mk_seg *s)
 {
     union {
         uint4 q[3];
-        mk_expert_seg s;
+        mk_seg s;
     } u;
     for (int i = 0; i < 3; i++) u.q[i] = __ldg((const uint4 *)s + i);
     return u.s;
 }
-
-/* A segment in the loader's registers, unpacked; T = 0: a ROUTE. */
-typedef struct mk_stream {
-    uint64_t base, stride; /* base: an address; ROUTE: as in mk_expert_seg */
+/* The experts' in registers, unpacked: what lies between ROUTE's word and the first copy is on the way of the token. */
+typedef struct mk_slices {
+    uint64_t base, stride;
     uint32_t slice_stride, scales, magic, T, inter, nkb, rows, t, per_most, per_less, most, blank;
-} mk_stream;
-MK_DEV mk_stream stream_of(const mk_gpu_args *a, mk_expert_seg s)
+} mk_slices;
+MK_DEV mk_slices slices_of(const mk_gpu_args *a, mk_seg s)
 {
-    mk_stream w = {s.T ? (uint64_t)a->expert + s.base : s.base, s.stride, s.slice_stride, s.scales, s.magic, s.T, s.inter, s.nkb, s.rows, s.t, s.per_most, s.per_less, s.most, s.blank};
+    mk_slices w = {(uint64_t)a->expert + s.base, s.stride, s.slice_stride, s.scales, s.magic, s.T, s.inter, s.nkb, s.rows, s.t, s.per_most, s.per_less, s.most, s.blank};
     asm volatile("" : "+l"(w.base), "+l"(w.stride)); /* now: later every instruction counts */
     mk_keep(&w.slice_stride), mk_keep(&w.scales), mk_keep(&w.magic), mk_keep(&w.T), mk_keep(&w.inter), mk_keep(&w.nkb);
     mk_keep(&w.rows), mk_keep(&w.t), mk_keep(&w.per_most), mk_keep(&w.per_less), mk_keep(&w.most), mk_keep(&w.blank);
     return w;
 }
 
-/* What lies between ROUTE's word and the first copy is on the way of the token: the two segments behind a ROUTE are known before that is waited for. */
-MK_DEV void stream_experts(const mk_gpu_args *a, mk_shared *sh)
+/* All that the worker's queue multiplies, in its order, over instruction, layer and step boundaries, as far as the ring has room. A description comes from device memory: it is asked for
+ * before the one before it is streamed. */
+MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
 {
-    const uint32_t worker = blockIdx.x, first = a->expert_first[worker], end = a->expert_first[worker + 1];
-    mk_feed f = feed_ring(sh, MK_EXPERT);
-    uint32_t parity = 0, n_union = 0, any = 0, downs = 0;
-    bool on = first < end;
-    mk_phase_wait();
-    const mk_routes *routes = mk_phase_routes(a);
-    n_union = routes ? routes->n_union : 0;
-    mk_stream s = {}, next = {};
-    bool known = false; /* next: the segment behind this one */
-    if (on) s = stream_of(a, expert_seg(a->expert_seg + first));
-    for (uint32_t i = first; on && !(MK_ONE_STEP && i == end); i = i + 1 < end || MK_ONE_STEP ? i + 1 : first) {
-        const uint32_t after = i + 1 < end ? i + 1 : first;
-        if (!s.T) { /* ROUTE */
-            if (any) mk_mbar_arrive(mk_smem(&sh->route_empty)); /* the routes of the layer before are read: it is issued */
-            any = 1;
-            routes = (const mk_routes *)(mk_local_memory(a) + s.base);
-            s = stream_of(a, expert_seg(a->expert_seg + after));
-            next = stream_of(a, expert_seg(a->expert_seg + (after + 1 < end ? after + 1 : first)));
-            known = true;
-            while (!mk_mbar_try(mk_smem(&sh->route_full), parity) && on) on = !mk_flag_get(&sh->leave);
-            parity ^= 1;
-            n_union = on ? routes->n_union : 0;
-            continue;
+    const uint32_t worker = blockIdx.x, first = a->seg_first[worker], end = a->seg_first[worker + 1];
+    mk_feed f = feed_ring(sh);
+    bool on = first < end, waited = false; /* for the kernels before */
+    uint32_t parity = 0, n_union = 0;
+    const mk_routes *routes = 0;
+    mk_seg next;
+    if (on) next = seg_at(a->seg + first);
+    for (uint32_t seq = 0; on && !(MK_ONE_STEP && seq); seq++) {
+        for (uint32_t i = first; i < end && on; i++) {
+            const mk_seg s = next;
+            next = seg_at(a->seg + (i + 1 < end ? i + 1 : first));
+            feed_begin(&f, MK_ONE_STEP || s.flags & MK_SEG_LOGITS ? 0 : MK_PACE); /* in a phase, and beside the LM head, nobody waits for an exchange */
+            if (s.flags & MK_SEG_LOGITS && !MK_ONE_STEP) { /* only now does it matter what the step is */
+                uint32_t seen;
+                while ((seen = mk_flag_get(&sh->logits[seq & 3])) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !feed_leaves(&f);
+                if (!on || !(seen & 1)) continue;
+            }
+            if (!s.T && !(s.flags & MK_SEG_ROUTED)) {
+                on = feed_segment(&f, a->tape + s.base, s.scales, s.bytes, s.stage);
+                continue;
+            }
+            const mk_slices w = slices_of(a, s);
+            if (MK_ONE_STEP && !waited) {
+                mk_phase_wait();
+                routes = mk_phase_routes(a);
+                n_union = routes ? routes->n_union : 0;
+                waited = true;
+            }
+            if (s.flags & MK_SEG_ROUTED) {
+                routes = (const mk_routes *)(mk_local_memory(a) + s.route);
+                on = feed_await(&f, mk_smem(&sh->route_full), parity);
+                parity ^= 1;
+                n_union = on ? routes->n_union : 0;
+            }
+            const mk_divisor by_T = {w.magic, w.T};
+            const uint32_t step = w.rows ? w.T : a->workers; /* EXPERT_DOWN: the same slice of every expert; EXPERT_UP: slices of all experts are dealt round */
+            for (uint32_t k = w.rows ? w.t : worker; k < n_union * w.T && on; k += step) {
+                const uint32_t j = mk_quot(k, by_T), t = k - j * w.T;
+                const uint32_t rows = w.rows ? w.rows : 2 * (mk_cut(t + 1, w.inter, by_T) - mk_cut(t, w.inter, by_T)), kb_bytes = rows * MK_KBLOCK_BYTES;
+                const uint8_t *segment = (const uint8_t *)(w.base + routes->expert[j] * w.stride + (uint64_t)t * w.slice_stride);
+                on = feed_segment(&f, segment, w.scales, w.nkb * kb_bytes, (rows == w.most ? w.per_most : w.per_less) * kb_bytes) && !(w.blank && !feed_blank(&f));
+            }
+            if (s.flags & MK_SEG_RELEASES) mk_mbar_arrive(mk_smem(&sh->route_empty)); /* the routes are read: all is issued */
         }
-        const mk_divisor by_T = {s.magic, s.T};
-        const uint32_t step = s.rows ? s.T : a->workers; /* EXPERT_DOWN: the same slice of every expert; EXPERT_UP: slices of all experts are dealt round */
-        for (uint32_t k = s.rows ? s.t : worker; k < n_union * s.T && on; k += step) {
-            const uint32_t j = mk_quot(k, by_T), t = k - j * s.T;
-            const uint32_t rows = s.rows ? s.rows : 2 * (mk_cut(t + 1, s.inter, by_T) - mk_cut(t, s.inter, by_T)), kb_bytes = rows * MK_KBLOCK_BYTES;
-            const uint8_t *segment = (const uint8_t *)(s.base + routes->expert[j] * s.stride + (uint64_t)t * s.slice_stride);
-            on = feed_segment(&f, segment, s.scales, s.nkb * kb_bytes, (rows == s.most ? s.per_most : s.per_less) * kb_bytes, false) && !(s.blank && !feed_blank(&f));
-        }
-        if (s.rows) mk_flag_set(&sh->downs, ++downs);
-        s = known ? next : stream_of(a, expert_seg(a->expert_seg + after));
-        known = false;
+        if (!MK_ONE_STEP) on = on && !feed_leaves(&f); /* should nothing before have waited */
     }
+    mk_phase_prefetch(a);
     feed_drain(&f);
 }
 
 /* ---- the kernel ----------------------------------------------------------------------------------------------------- */
+
+/* What a ring holds that is never filled: small numbers of either sign as bf16, as e4m3 and, for scales, as f32. */
+MK_DEV uint32_t unloaded_word(uint32_t i)
+{
+    const uint32_t x = (i ^ i >> 15) * 0x9e3779b1u;
+    return ((x ^ x >> 13) & 0x80bf80bfu) | 0x3c003c00u;
+}
 
 /* By the compute warps. */
 MK_DEV void local_copy(uint8_t *dst, const uint8_t *src, uint32_t bytes)
@@ -725,17 +694,18 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
             mk_mbar_init(&sh->insn_full[i], MK_ARRIVALS);
             mk_mbar_init(&sh->insn_empty[i], MK_WARPS * MK_ARRIVALS);
         }
-        for (uint32_t i = 0; i < 2 * MK_STATIC_STAGES; i++) {
-            mk_mbar_init(&sh->full[0][i], 1);
-            mk_mbar_init(&sh->empty[0][i], 4 * MK_ARRIVALS); /* a slot has its warpgroup: matvec.cuh */
+        for (uint32_t i = 0; i < MK_STAGES; i++) {
+            mk_mbar_init(&sh->full[i], 1);
+            mk_mbar_init(&sh->empty[i], 4 * MK_ARRIVALS); /* a slot has its warpgroup: matvec.cuh */
         }
         mk_mbar_init(&sh->route_full, MK_ARRIVALS);
+        mk_mbar_init(&sh->route_staged, MK_WARPS * MK_ARRIVALS);
         mk_mbar_init(&sh->route_empty, 1);
         mk_mbar_init(&sh->aside_full, MK_ARRIVALS);
         mk_mbar_init(&sh->aside_done, MK_ASIDES * MK_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
-        sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->draw_met = sh->current = sh->aborted = sh->downs = 0;
+        sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
         sh->trace.on = sh->trace.weights = 0;
@@ -747,9 +717,10 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
     }
     for (uint32_t i = threadIdx.x; i < a.n_vec * sizeof(mk_vec) / 16; i += MK_THREADS) ((uint4 *)sh->vec)[i] = ((const uint4 *)a.vec)[i];
     for (uint32_t i = threadIdx.x; i < (a.n_start + 7) / 8; i += MK_THREADS) ((uint4 *)sh->start)[i] = ((const uint4 *)a.start)[i];
+    for (uint32_t i = threadIdx.x; a.unloaded && i < a.ring.stages * a.ring.stride / 4; i += MK_THREADS) ((uint32_t *)((uint8_t *)sh + a.ring.at))[i] = unloaded_word(i);
     if (a.local_image) local_copy(mk_local_memory(&a), a.local_image + (size_t)blockIdx.x * a.local_bytes, a.local_bytes);
     __syncthreads();
-    if (threadIdx.x < 2 * MK_WARPS) mk_next_begin(sh, threadIdx.x / MK_WARPS, threadIdx.x % MK_WARPS);
+    if (threadIdx.x < MK_WARPS) mk_next_begin(sh, threadIdx.x);
     if (threadIdx.x < a.n_vec && sh->vec[threadIdx.x].slice_packets) sh->vec[threadIdx.x].reserved = mk_div_by(sh->vec[threadIdx.x].slice_packets).magic;
     __syncthreads();
 
@@ -769,10 +740,8 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
             control(&a, sh);
         } else if (warp == MK_WARP_COURIER) {
             if (!MK_ONE_STEP && schedules(&a)) mk_courier(&a, sh, threadIdx.x % 32);
-        } else if (warp == MK_WARP_STATIC) {
-            if (mk_elect()) stream_static(&a, sh);
-        } else if (warp == MK_WARP_EXPERT) {
-            if (mk_elect()) stream_experts(&a, sh);
+        } else if (warp == MK_WARP_LOADER) {
+            if (mk_elect()) stream(&a, sh);
         }
     }
 }

@@ -1,7 +1,7 @@
 /* What the resident kernel's roles (kernel.cu) do differently when they are one of the many kernels of a step: megakernel/baseline.cu compiles kernel.cu a second time
  * with MK_PHASED. Everything here is empty or constant without it.
  *
- * Such a kernel has a part of every worker's queue. It runs one step's part and leaves. Its prologue and its static loader begin before the kernel before it is
+ * Such a kernel has a part of every worker's queue. It runs one step's part and leaves. Its prologue and its loader begin before the kernel before it is
  * through (programmatic dependent launch); whoever reads what other kernels wrote waits for that first. LOCAL vectors that a later kernel needs go through
  * device memory. */
 #ifndef MK_PHASED_CUH
@@ -87,19 +87,20 @@ MK_DEV void mk_phase_carry(const mk_gpu_args *a, bool out)
     if (!out) mk_sync();
 }
 static_assert(sizeof(mk_pairs) % 4 == 0, "carried by words");
-/* By the static loader, which is one lane, when it has nothing more to issue: what the next kernel's loader will ask for first. */
+/* By the loader, which is one lane, when it has nothing more to issue: what the next kernel's loader will ask for first. */
 MK_DEV void mk_phase_prefetch(const mk_gpu_args *a)
 {
     const mk_phase_args *p = mk_phase(a);
     uint32_t left = p->prefetch;
     if (!left || !p->next_first) return;
     for (uint32_t i = p->next_first[blockIdx.x]; i < p->next_first[blockIdx.x + 1] && left; i++) {
-        const mk_tape_seg s = a->seg[i];
+        const mk_seg s = a->seg[i];
+        if (s.T) continue; /* who knows which experts */
         uint32_t bytes = s.scales + s.bytes;
         bytes = (bytes < left ? bytes : left) & ~127u;
         for (uint32_t at = 0; at < bytes; at += 16384) {
             uint32_t n = bytes - at < 16384 ? bytes - at : 16384;
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a->tape + s.off + at), "r"(n) : "memory");
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a->tape + s.base + at), "r"(n) : "memory");
         }
         left -= bytes;
         if (bytes < 128) break;

@@ -45,6 +45,17 @@ static uint32_t one_of(uint32_t f32, uint32_t form, uint32_t pro)
     return 0;
 }
 static_assert(MK_DEAL_WARPS == MK_WARPS, "mk_vec_deal counts the warps that gather");
+/* ROUTER, n instructions after its queue's first. In a step of one row the GEMV before it, if it makes the slice that is wanted, leaves it behind. plan: of the ROUTER. */
+static void router_plan(const mk_insn *in, const mk_seg *s, mk_plan *plan, uint32_t n)
+{
+    const mk_insn *v = in - 1;
+    const mk_wait *w = &in->wait[0];
+    plan->tile = (mk_tile){MK_W_BF16, in->router.n, s->nkb, s->per_most, (s->nkb + s->per_most - 1u) / s->per_most, 1, 0, 0, MK_SHIFT_ALL};
+    if (!n || v->opcode != MK_OP_GEMV || !MK_IS_ONE(plan[-1].one) || v->signal_vec != w->vec || v->signal_pub != w->pub || v->signal_slice != w->slice0) return;
+    plan[-1].end |= MK_END_NEAR;
+    plan->end |= MK_END_NEAR;
+}
+
 /* How warps share the packets of one row, and what takes them; 0: slices are not alike, or a row does not fit. */
 static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
 {
@@ -69,44 +80,43 @@ static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
     return one;
 }
 
-/* The plan of an instruction whose input is staged. */
-static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, input_keys *keys, mk_plan *out, mk_err *err)
+/* The plan of GEMV, LM_HEAD, EXPERT_UP and ROUTE, which stages h as EXPERT_UP does that comes behind it. experts: ROUTE: type of that one's weights. */
+static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_seg *s, uint32_t experts, input_keys *keys, mk_plan *out, mk_err *err)
 {
-    const int lm = in->opcode == MK_OP_LM_HEAD, up = in->opcode == MK_OP_EXPERT_UP;
-    if (in->opcode != MK_OP_GEMV && !lm && !up) return MK_OK;
+    const int lm = in->opcode == MK_OP_LM_HEAD, up = in->opcode == MK_OP_EXPERT_UP, route = in->opcode == MK_OP_ROUTE;
+    const mk_route *t = &in->route;
     const mk_gemv *v = &in->gemv;
     const mk_lm_head *l = &in->lm_head;
     const mk_expert *e = &in->expert;
     const mk_vec *vec = &g->prog->vec[in->wait[0].vec];
-    const uint32_t wtype = lm ? l->wtype : up ? e->wtype : v->wtype;
+    const uint32_t wtype = lm ? l->wtype : up ? e->wtype : route ? experts : v->wtype;
     mk_plan p;
     memset(&p, 0, sizeof p);
-    p.x.in_off = lm || up ? 0 : v->in_off;
-    p.x.k = lm ? l->k : up ? e->k : v->k;
-    p.x.prologue = lm || up ? MK_PRO_RMS : v->prologue;
-    p.x.param_off = p.x.prologue == MK_PRO_RMS ? lm ? l->param_off : up ? e->param_off : v->param_off : 0;
+    p.x.in_off = lm || up || route ? 0 : v->in_off;
+    p.x.k = lm ? l->k : up ? e->k : route ? t->k : v->k;
+    p.x.prologue = lm || up || route ? MK_PRO_RMS : v->prologue;
+    p.x.param_off = p.x.prologue == MK_PRO_RMS ? lm ? l->param_off : up ? e->param_off : route ? t->norm_off : v->param_off : 0;
     p.x.norm_group = p.x.prologue == MK_PRO_HEADNORM ? v->norm_group : 0;
-    p.x.form = mk_form(wtype, !lm && !up && (v->flags & MK_GEMV_X_F32));
-    p.x.eps = p.x.prologue == MK_PRO_NONE ? 0 : lm ? l->eps : up ? e->eps : v->eps;
+    p.x.form = mk_form(wtype, in->opcode == MK_OP_GEMV && v->flags & MK_GEMV_X_F32);
+    p.x.eps = p.x.prologue == MK_PRO_NONE ? 0 : lm ? l->eps : up ? e->eps : route ? t->eps : v->eps;
     p.inv_k = 1.0f / (float)(p.x.norm_group ? p.x.norm_group : p.x.k);
     p.head_shift = MK_NO_NORM;
     if (up) {
-        const mk_expert_seg x = expert_seg(g, in);
-        const mk_tile t = {wtype, x.most, x.nkb, x.per_most, (x.nkb + x.per_most - 1u) / x.per_most, 2, e->nseg, 0, 1};
+        const mk_tile t = {wtype, s->most, s->nkb, s->per_most, (s->nkb + s->per_most - 1u) / s->per_most, 2, e->nseg, 0, 1};
         p.tile = t;
-        p.less = MK_STAGES_WORD(x.per_less, (x.nkb + x.per_less - 1u) / x.per_less);
-        p.magic = x.magic;
-    } else {
+        p.less = MK_STAGES_WORD(s->per_less, (s->nkb + s->per_less - 1u) / s->per_less);
+        p.magic = s->magic;
+    } else if (!route) {
         mk_tile *t = &p.tile;
         t->wtype = wtype;
         t->halves = !lm && v->epilogue == MK_EPI_SILU ? 2 : 1;
         t->rows = rows_of(in);
         t->nkb = s->nkb;
-        t->per = s->per;
-        t->nst = (s->nkb + s->per - 1u) / s->per;
+        t->per = s->per_most;
+        t->nst = (s->nkb + t->per - 1u) / t->per;
         t->nseg = lm ? l->nseg : v->nseg;
         t->phase = lm ? l->phase : v->phase;
-        t->shift = s->shift;
+        t->shift = mk_scale_shift(lm ? l->scale_k : v->scale_k);
         for (uint32_t n = p.x.norm_group / mk_kblock_values(wtype); n; n /= 2) p.head_shift = p.head_shift == MK_NO_NORM ? 0 : p.head_shift + 1;
     }
     if (p.x.prologue == MK_PRO_HEADNORM && in->wait[0].nslice > MK_RED_FLOATS / MK_MAX_ROWS)
@@ -115,7 +125,7 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_tape_seg *s, inp
     p.packets = in->wait[0].nslice * vec->slice_packets;
     p.map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * vec->slice_packets;
     const uint32_t one = deal(g, in, &p);
-    p.dealt = !one || !(lm || up) ? 0 : MK_IS_FAR(one) ? 2 : 1;
+    p.dealt = !one || in->opcode == MK_OP_GEMV ? 0 : MK_IS_FAR(one) ? 2 : 1;
     if (in->opcode == MK_OP_GEMV && one) {
         const mk_vec *to = &g->prog->vec[in->signal_vec];
         const int gated = v->epilogue == MK_EPI_GATED, adds = gated || v->epilogue == MK_EPI_ADD;
@@ -198,7 +208,8 @@ static int spaced(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint
         case MK_OP_KV_APPEND:
         case MK_OP_GQA_APPEND:
         case MK_OP_COMBINE: break;
-        default: since += !(plan[k - 1].end & MK_END_ASIDE); break;
+        case MK_OP_GEMV: since += !(plan[k - 1].end & MK_END_ASIDE); break;
+        default: since++; break;
         }
     return 1;
 }
@@ -278,14 +289,12 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t 
     return whole_plans(p, insn, n, plan, err);
 }
 
-/* What takes one row, where functions differ by it: mk_plan.one. stages: of the static ring. */
-static uint8_t one_row(const mk_insn *in, const mk_plan *p, uint32_t stages)
+/* What takes one row, where functions differ by it: mk_plan.one. */
+static uint8_t one_row(const mk_insn *in, const mk_plan *p)
 {
-    const int fp8 = in->opcode != MK_OP_ROUTE && in->opcode != MK_OP_DELTA_STEP && in->expert.wtype == MK_W_FP8;
+    const int fp8 = (in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) && in->expert.wtype == MK_W_FP8;
     const mk_route *t = &in->route;
     switch (in->opcode) {
-    case MK_OP_GEMV:
-        return p->one == MK_ONE(1, MK_X_F32, MK_ONE_RMS) && in->gemv.n <= MK_ROUTER_ROWS && p->tile.nst <= stages / 2 && p->end == MK_END_F32 && mk_row_stride(p->x.k) + 4 * p->x.k <= MK_STAGING ? MK_ONE_ROUTER : p->one;
     case MK_OP_EXPERT_UP: return (uint8_t)(MK_ONE_UP + fp8);
     case MK_OP_EXPERT_DOWN: return !p->dealt ? 0 : (uint8_t)(MK_ONE_DOWN + 3 * fp8 + (p->tile.rows <= 16 ? 0 : p->tile.rows <= 24 ? 1 : 2));
     case MK_OP_DELTA_STEP: return (uint8_t)(MK_ONE_DELTA + (!in->delta.rank ? 0 : in->delta.low[0].wtype == MK_W_FP8 ? 2 : 1));
@@ -296,68 +305,45 @@ static uint8_t one_row(const mk_insn *in, const mk_plan *p, uint32_t stages)
     }
 }
 
-/* ROUTE with an EXPERT_UP behind it that reads what the logits were made of: then it is there before they are. maker: any GEMV by the vector and publication that it
- * makes. */
-static int reads_alike(const mk_insn *route, const mk_insn *up, const mk_insn *const *maker)
-{
-    const mk_wait *l = &route->wait[0];
-    const mk_insn *m = l->pub < MK_EPOCH_STRIDE ? maker[(size_t)l->vec * MK_EPOCH_STRIDE + l->pub] : NULL;
-    return m && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]);
-}
-
-/* Key of the input of this worker's own router, if mk_stage_again can make EXPERT_UP's of it; 0: no. plan: of the ROUTE; n: instructions before it. */
-static uint32_t router_left(const mk_insn *route, const mk_insn *up, const mk_plan *plan, uint32_t n)
-{
-    for (uint32_t i = 1; i <= n && i <= 3; i++) {
-        const mk_insn *m = route - i;
-        if (m->opcode == MK_OP_GEMV && m->signal_vec == route->wait[0].vec && m->signal_pub == route->wait[0].pub)
-            return (plan - i)->one == MK_ONE(1, MK_X_F32, MK_ONE_RMS) && !memcmp(&m->wait[0], &up->wait[0], sizeof m->wait[0]) && m->gemv.k == up->expert.k && !m->gemv.in_off &&
-                           m->gemv.param_off == up->expert.param_off && m->gemv.eps == up->expert.eps && mk_form(up->expert.wtype, 0) == MK_X_F16 ? (plan - i)->key : 0;
-    }
-    return 0;
-}
-
-/* An EXPERT_UP, n instructions after its queue's first, whose ROUTE stands before it or before the GEMV before it: what is staged of it beforehand. A GEMV of one row that sums up no
- * squares stages its own input beside that, if there is room. plan: of the EXPERT_UP. */
-static void stages_ahead(const mk_insn *up, mk_plan *plan, uint32_t n, const mk_insn *const *maker)
-{
-    const uint32_t by = n >= 1 && (up - 1)->opcode == MK_OP_ROUTE ? 1 : n >= 2 && (up - 2)->opcode == MK_OP_ROUTE && (up - 1)->opcode == MK_OP_GEMV ? 2 : 0;
-    if (by == 2) {
-        mk_plan *p = plan - 1;
-        const uint32_t beside = (mk_staged_bytes(plan->x.k, plan->x.form) + 127) & ~127u;
-        if (!MK_IS_ONE(p->one) || p->x.prologue != MK_PRO_NONE || beside + mk_staged_bytes(p->x.k, p->x.form) > MK_STAGING) return;
-        p->beside = beside;
-        p->end |= MK_END_KEEPS;
-    }
-    if (by && reads_alike(up - by, up, maker)) (plan - by)->ahead = by | router_left(up - by, up, plan - by, n - by) << 2;
-}
-
-/* The DOWN of the same layer that adds what a GEMV leaves in LOCAL memory, if that can be done aside in steps of one row: it is the shared expert's way down, stands behind ROUTE or
+/* The DOWN of the same layer that adds what a GEMV leaves in LOCAL memory, if that can be done aside in steps of one row: it is the shared expert's way down, stands behind
  * EXPERT_UP, and what compute warps stage meanwhile leaves the upper part of the staging area alone. 0: it is theirs. k: the GEMV; [first, end): its queue. */
 static uint32_t aside_of(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint32_t k, uint32_t end)
 {
     const mk_insn *in = &insn[k];
     const mk_plan *p = &plan[k];
-    if (in->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || !p->hands.packets || p->f32 || p->x.prologue != MK_PRO_NONE || k == first || k + 1 >= end) return 0; /* dealt: mk_aside_stage */
-    if (!(p->end & MK_END_TO_LOCAL) || p->end & (MK_END_SILU | MK_END_FROM_LOCAL) || p->tile.rows > MK_ASIDE_ROWS || p->tile.nst % MK_GROUPS || p->tile.nst > MK_STATIC_STAGES) return 0;
-    if (mk_staged_bytes(p->x.k, p->x.form) + 128 + 4 * MK_WARPS * MK_ASIDE_ROWS > MK_STAGING - MK_UPPER) return 0;
-    const int early = insn[k - 1].opcode == MK_OP_ROUTE; /* EXPERT_UP comes behind it */
-    if (!early && (k - 1 == first || insn[k - 2].opcode != MK_OP_ROUTE)) return 0;
-    const uint32_t up = early ? k + 1 : k - 1, down = early ? k + 2 : k + 1;
-    if (down >= end || insn[up].opcode != MK_OP_EXPERT_UP || insn[down].opcode != MK_OP_EXPERT_DOWN || mk_staged_bytes(plan[up].x.k, plan[up].x.form) > MK_UPPER) return 0;
+    if (in->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || !p->hands.packets || p->f32 || p->x.prologue != MK_PRO_NONE || k < first + 2 || k + 1 >= end) return 0; /* dealt: mk_aside_stage */
+    if (!(p->end & MK_END_TO_LOCAL) || p->end & (MK_END_SILU | MK_END_FROM_LOCAL) || p->tile.rows > MK_ASIDE_ROWS || p->tile.nst % MK_GROUPS || p->tile.nst > MK_ASIDE_STAGES) return 0;
+    if (mk_staged_bytes(p->x.k, p->x.form) + 128 + 4 * MK_WARPS * MK_ASIDE_ROWS > MK_STAGING - MK_UPPER || in->gemv.n > 32) return 0; /* a lane a row at the end */
+    const uint32_t up = k - 1, down = k + 1;
+    if (insn[up].opcode != MK_OP_EXPERT_UP || insn[down].opcode != MK_OP_EXPERT_DOWN || mk_staged_bytes(plan[up].x.k, plan[up].x.form) > MK_UPPER) return 0;
     const mk_wait *base = &insn[down].wait[2];
+    if (plan[down].tile.nkb == 1) return 0; /* every second stage would be a blank one, which is not paced: mk_next_skip */
     return plan[down].dealt && pairs_bytes(&insn[down].expert) <= MK_UPPER && base->vec == in->signal_vec && base->pub == in->signal_pub ? down : 0;
+}
+
+/* The shared expert's gate and up between ROUTE, which stages its input, and EXPERT_UP, which waits for it. */
+static int shared_aside(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint32_t k, uint32_t end)
+{
+    const mk_plan *p = &plan[k];
+    if (insn[k].opcode != MK_OP_GEMV || k < first + 1 || k + 1 >= end || insn[k - 1].opcode != MK_OP_ROUTE || insn[k + 1].opcode != MK_OP_EXPERT_UP) return 0;
+    if (!MK_IS_ONE(p->one) || !(p->end & MK_END_SILU) || p->end & MK_END_TO_LOCAL || p->key != plan[k - 1].key || p->key != plan[k + 1].key) return 0;
+    return p->tile.rows <= MK_ASIDE_ROWS && insn[k].gemv.n <= MK_UNIT && p->tile.nst % MK_GROUPS == 0 && p->tile.nst <= MK_ASIDE_STAGES && mk_staged_bytes(p->x.k, p->x.form) <= MK_UPPER;
 }
 
 /* What is done aside in the queue [first, end), and who waits for it. */
 static void asides(const mk_insn *insn, mk_plan *plan, uint32_t first, uint32_t end)
 {
     for (uint32_t k = first; k < end; k++) {
+        if (shared_aside(insn, plan, first, k, end)) {
+            plan[k].end |= MK_END_ASIDE;
+            plan[k + 1].end |= MK_END_ASIDE;
+            plan[k + 1].pass = plan[k].tile.nst;
+        }
         const uint32_t down = aside_of(insn, plan, first, k, end);
         if (!down) continue;
         plan[k].end |= MK_END_ASIDE;
         plan[down].end |= MK_END_ASIDE;
-        if ((plan[k - 1].ahead & 3) == 2) plan[k - 1].ahead |= 3; /* EXPERT_UP is the next that compute warps are fed */
+        plan[down].pass = plan[k].tile.nst;
     }
 }
 

@@ -59,6 +59,8 @@ static void describe(test *t)
         snprintf(shape, sizeof shape, "%u heads over %u of %u", in->gqa.heads, in->gqa.kv_heads, in->gqa.dim);
     else if (in->opcode == MK_OP_DELTA_STEP)
         snprintf(shape, sizeof shape, "%u x %u", in->delta.dk, in->delta.dv);
+    else if (in->opcode == MK_OP_ROUTER)
+        snprintf(shape, sizeof shape, "%u x %u", in->router.experts, t->p->vec[in->wait[0].vec].width);
     else if (in->opcode == MK_OP_ROUTE)
         snprintf(shape, sizeof shape, "%u of %u experts", in->route.topk, in->route.experts);
     snprintf(t->name, sizeof t->name, "%s%s%s -> %.16s, layer %d, %u rows", mk_opcode_name(in->opcode), *shape ? " " : "", shape,
@@ -511,10 +513,10 @@ static void one_kind(test *t)
         logits = make_logits(t);
         make_input(t, in, 1);
     } else if (in->opcode == MK_OP_ROUTE) {
-        make_routes(t, in);
+        make_routes(t, in, in);
     } else {
-        if (in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) make_routes(t, t->all);
         for (uint32_t w = 0; w < in->nwait; w++) make_input(t, in, w);
+        if (in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) make_routes(t, t->all, in);
     }
     if (!t->rc) switch (in->opcode) {
         case MK_OP_MLA_PARTIAL:
@@ -522,6 +524,14 @@ static void one_kind(test *t)
         case MK_OP_KV_APPEND:
         case MK_OP_GQA_APPEND: appended(t); break;
         case MK_OP_LM_HEAD: lm_head(t); break;
+        case MK_OP_ROUTER: {
+            const mk_vec *v = &p->vec[in->signal_vec];
+            cudaError_t cleared = cudaMemset(t->mem.bulk + v->offset, 0, v->width);
+            if (cleared) fail_cuda(t, cleared, t->name);
+            run(t);
+            if (!t->rc) compare_sums(t);
+            break;
+        }
         case MK_OP_ROUTE:
             run(t);
             if (!t->rc) compare_routes(t);

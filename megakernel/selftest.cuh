@@ -88,13 +88,17 @@ static void *on_host(test *t, uint64_t bytes)
         t->rc = mk_fail(t->err, MK_E_CAPACITY, "self-test: out of memory");
     return p;
 }
+static bool get(test *t, void *host, const void *device, uint64_t bytes)
+{
+    cudaError_t e = t->rc ? cudaSuccess : cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost);
+    if (e) fail_cuda(t, e, "reading back");
+    return !e;
+}
 /* A copy on the host. */
 static void *fetched(test *t, const void *device, uint64_t bytes)
 {
     void *p = on_host(t, bytes);
-    cudaError_t e = p && !t->rc ? cudaMemcpy(p, device, bytes, cudaMemcpyDeviceToHost) : cudaSuccess;
-    if (e) fail_cuda(t, e, "reading back");
-    return e ? NULL : p;
+    return p && get(t, p, device, bytes) ? p : NULL;
 }
 static void put(test *t, void *device, const void *host, uint64_t bytes)
 {
@@ -225,7 +229,6 @@ static void make_input(test *t, const mk_insn *in, uint32_t w)
     if (!value || !trailer) return;
     for (uint32_t r = 0; r < t->step.nrows; r++) {
         for (uint32_t i = 0; i < v->width; i++) value[(uint64_t)r * v->width + i] = spread(t, 1.7f);
-        if (in->opcode == MK_OP_ROUTE) spaced(t, value + (uint64_t)r * v->width, v->width);
         for (uint32_t s = 0; s < v->nslice; s++) trailer[r * v->nslice + s] = (float)((start[s + 1] - start[s]) * (0.5 + uniform(t)));
     }
     publish(t, v, wait->pub, value, trailer);
@@ -383,22 +386,83 @@ static double route_row(const mk_route *x, const float *l, const float *bias, ui
     return gap;
 }
 
-/* Publishes router logits for the ROUTE `in` and computes what it has to find. */
-static void make_routes(test *t, const mk_insn *in)
+/* The half that a publication of sums is added to. */
+static uint64_t *sums_at(const test *t, const mk_vec *v, uint32_t pub, uint32_t experts)
 {
-    const mk_wait *w = &in->wait[0];
-    const mk_vec *v = &t->p->vec[w->vec];
+    return (uint64_t *)(t->mem.bulk + v->offset) + mk_sum_at(experts, mk_half(v, t->step.seq, pub), 0, 0);
+}
+
+/* Publishes h, unless the inputs of the instruction `of` have it already, and router logits for the ROUTE `in`, and computes what it has to find. */
+static void make_routes(test *t, const mk_insn *in, const mk_insn *of)
+{
+    const mk_wait *w = &in->wait[0], *s = &in->wait[1];
+    const mk_vec *h = &t->p->vec[w->vec], *v = &t->p->vec[s->vec];
     const mk_route *x = &in->route;
-    float *value = (float *)on_host(t, (uint64_t)MK_MAX_ROWS * v->width * 4);
-    const float *bias = x->has_bias ? (const float *)fetched(t, t->mem.param + x->param_off, x->experts * 4ull) : NULL;
+    const float *value = NULL, *bias = x->has_bias ? (const float *)fetched(t, t->mem.param + x->param_off, x->experts * 4ull) : NULL;
+    float *own = (float *)on_host(t, (uint64_t)MK_MAX_ROWS * h->width * 4), *logit = (float *)on_host(t, x->experts * 4ull);
+    uint64_t *word = (uint64_t *)on_host(t, mk_sums_words(x->experts) * 8ull);
+    const uint32_t count = mk_counter_target(v, t->step.seq, s->pub);
     if (t->rc) return;
-    for (uint32_t r = 0; r < t->step.nrows; r++)
+    for (uint32_t k = 0; k < of->nwait; k++)
+        if (of != in && of->wait[k].vec == w->vec && of->wait[k].pub == w->pub) value = t->value[k];
+    if (!value) {
+        for (uint64_t i = 0; i < (uint64_t)t->step.nrows * h->width; i++) own[i] = spread(t, 1.7f);
+        publish(t, h, w->pub, own, NULL);
+        value = own;
+    }
+    for (uint32_t r = 0; r < t->step.nrows; r++) {
+        double squares = 0;
+        for (uint32_t i = 0; i < x->k; i++) squares += (double)value[(uint64_t)r * h->width + i] * value[(uint64_t)r * h->width + i];
+        const double rms = sqrt(squares / x->k + x->eps);
         for (int tries = 0;; tries++) {
-            spaced(t, value + (uint64_t)r * v->width, x->experts);
-            if (route_row(x, value + (uint64_t)r * v->width, bias, t->route.id[r], t->route.weight[r]) > 1e-5 || tries == 100) break;
+            spaced(t, logit, x->experts);
+            for (uint32_t e = 0; e < x->experts; e++) { /* one addend has it all */
+                const uint64_t sum = mk_sum_word((float)(logit[e] * rms)) + (v->signals - 1) * mk_sum_word(0);
+                word[mk_sum_at(x->experts, 0, r, e)] = sum;
+                logit[e] = (float)(mk_sum_value(sum, v->signals) / rms);
+            }
+            if (route_row(x, logit, bias, t->route.id[r], t->route.weight[r]) > 1e-5 || tries == 100) break;
         }
-    publish(t, v, w->pub, value, NULL);
+    }
+    put(t, sums_at(t, v, s->pub, x->experts), word, mk_sums_words(x->experts) * 8ull);
+    put(t, t->mem.counter + v->counter, &count, 4);
     t->ref.route = (ref_route *)on_device(t, sizeof t->route, &t->route);
+}
+
+/* ROUTER: what all of them have added, against the products in double. */
+static void compare_sums(test *t)
+{
+    const mk_insn *in = t->insn;
+    const mk_vec *v = &t->p->vec[in->signal_vec], *h = &t->p->vec[in->wait[0].vec];
+    const uint32_t experts = in->router.experts;
+    uint32_t bytes = 0;
+    for (uint32_t i = 0; i < t->n; i++) bytes = t->insn[i].tape_bytes > bytes ? t->insn[i].tape_bytes : bytes;
+    float *got = (float *)on_host(t, experts * 4ull), *expected = (float *)on_host(t, experts * 4ull), *gamma = (float *)on_host(t, MK_SEGMENT_ROWS * 4ull);
+    double *want = (double *)on_host(t, MK_MAX_ROWS * experts * sizeof *want); /* zeroed */
+    uint8_t *weights = (uint8_t *)on_host(t, bytes);
+    if (t->rc) return;
+    for (uint32_t i = 0; i < t->n; i++) {
+        const mk_router *x = &t->insn[i].router;
+        get(t, weights, t->mem.tape + t->p->tape_base[t->worker[i]] + t->insn[i].tape_off, t->insn[i].tape_bytes);
+        get(t, gamma, t->mem.param + x->param_off, x->n * 4ull);
+        for (uint32_t e = 0; e < experts; e++)
+            for (uint32_t j = 0; j < x->n; j++) {
+                uint16_t b;
+                memcpy(&b, weights + mk_quarter_at(x->n, e / 32, e % 32 / 8, j) + e % 8 * 2, 2);
+                for (uint32_t r = 0; r < t->step.nrows; r++) want[r * experts + e] += (double)mk_bf16_to_f32(b) * gamma[j] * t->value[0][(uint64_t)r * h->width + x->first + j];
+            }
+    }
+    const uint64_t *word = (const uint64_t *)fetched(t, sums_at(t, v, in->signal_pub, experts), mk_sums_words(experts) * 8ull);
+    for (uint32_t r = 0; r < t->step.nrows && !t->rc; r++) {
+        for (uint32_t e = 0; e < experts; e++) {
+            const uint64_t sum = word[mk_sum_at(experts, 0, r, e)];
+            expected[e] = (float)want[r * experts + e];
+            got[e] = mk_sum_value(sum, v->signals);
+            if (mk_sums_count(sum) != (v->signals & 255) && !t->rc)
+                t->rc = mk_fail(t->err, MK_E_DEVICE, "self-test: %s: row %u, expert %u: expected %u addends, found %u", t->name, r, e, v->signals & 255, mk_sums_count(sum));
+        }
+        if (!t->rc) compare(t, "logits", r, 0, got, expected, experts, 0, mk_tolerance(in));
+    }
 }
 
 static void compare_routes(test *t)

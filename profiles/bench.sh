@@ -57,7 +57,12 @@ preset() { # name mkd's flags...
     if [ "$1" = llama-3.2-1b ]; then # the lengths of the published figure
         "$BUILD/mkctl" bench --socket-dir "$dir" --prompt 32 --tokens 128 --repeat 20 --out "$OUT/$1-32-128.json" >/dev/null || return 1
     fi
-    stop
+    stop || return 1
+    if [ $# = 1 ] && [[ ,$CTX, == *,2048,* && ,$ROWS, == *,1,* ]]; then # the same step without its weights: what its chain takes
+        start --device gpu --preset "$1" --unloaded yes --kv-tokens 32832 || return 1
+        "$BUILD/mkctl" bench --socket-dir "$dir" --ctx 2048 --steps 500 --out-dir "$OUT" || return 1
+        stop
+    fi
 }
 
 mkdir -p "$OUT"

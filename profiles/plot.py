@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Plots of the JSON that make bench writes, as SVG (standard library only).
 
-    profiles/plot.py DIR        reads DIR/PRESET-ctxN-rowsR.json and DIR/PRESET-baseline.json, writes DIR/plots/*.svg
+    profiles/plot.py DIR        reads DIR/PRESET-ctxN-rowsR.json, DIR/PRESET-unloaded-ctx2048-rows1.json and DIR/PRESET-baseline.json, writes DIR/plots/*.svg
 
 time.svg      time per token at context 2,048, one row: the memory's floor, the resident kernel, one launch a step, the graph baseline
 context.svg   fraction of the run's own stream ceiling by context
@@ -64,17 +64,17 @@ class Picture:
         print(path)
 
 
-def bars(runs, baselines, path):
+def bars(runs, baselines, unloaded, path):
     names = sorted(p for p, c, r in runs if c == 2048 and r == 1)
     if not names:
         return
-    kinds = ["floor (bytes / ceiling)", "resident", "one launch a step", "graph baseline"]
+    kinds = ["floor (bytes / ceiling)", "resident, weights not read", "resident", "one launch a step", "graph baseline"]
     groups = []
     for p in names:
         j, b = runs[p, 2048, 1], baselines.get(p, {})
         floor = j["bytes_per_token"] / j["ceiling_gb_s"] * 1e-6 if j["ceiling_gb_s"] else None
         graph = b.get("graph_ms") or j["baseline_graph_ms"]
-        groups.append((p, [floor, j["ms_per_token"]["p50"], b.get("launch_ms"), graph]))
+        groups.append((p, [floor, unloaded.get(p), j["ms_per_token"]["p50"], b.get("launch_ms"), graph]))
     pic = Picture("Time per token, batch one, context 2,048 (median of pinned steps)", "ms", max(v for _, g in groups for v in g if v))
     pic.legend(kinds)
     step = 1 / len(groups)
@@ -82,12 +82,12 @@ def bars(runs, baselines, path):
         for k, v in enumerate(g):
             if v is None:
                 continue
-            x, w = pic.x(step * (i + 0.1 + 0.2 * k)), (pic.x(step * 0.18) - pic.x(0))
+            x, w = pic.x(step * (i + 0.08 + 0.17 * k)), (pic.x(step * 0.155) - pic.x(0))
             pic.out.append(f'<rect x="{x:.1f}" y="{pic.y(v):.1f}" width="{w:.1f}" height="{pic.y(0) - pic.y(v):.1f}" fill="{COLORS[k]}"/>')
             pic.out.append(text(x + w / 2, pic.y(v) - 4, f"{v:.2f}", "middle", 10))
         pic.out.append(text(pic.x(step * (i + 0.5)), pic.h - 48, p, "middle"))
         if g[0]:
-            pic.out.append(text(pic.x(step * (i + 0.5)), pic.h - 32, f"{100 * g[0] / g[1]:.0f} % of the ceiling", "middle", 11))
+            pic.out.append(text(pic.x(step * (i + 0.5)), pic.h - 32, f"{100 * g[0] / g[2]:.0f} % of the ceiling", "middle", 11))
     pic.save(path)
 
 
@@ -109,12 +109,16 @@ def lines(series, xs, title, ylabel, path):
 
 
 def main(where):
-    runs, baselines = {}, {}
+    runs, baselines, unloaded = {}, {}, {}
     for f in sorted(glob.glob(os.path.join(where, "*.json"))):
         m = re.fullmatch(r"(.*)-ctx(\d+)-rows(\d+)\.json", os.path.basename(f))
         if m:
             with open(f) as h:
-                runs[m[1], int(m[2]), int(m[3])] = json.load(h)
+                j = json.load(h)
+            if m[1].endswith("-unloaded"):
+                unloaded[m[1][: -len("-unloaded")]] = j["ms_per_token"]["p50"]
+            else:
+                runs[m[1], int(m[2]), int(m[3])] = j
         elif f.endswith("-baseline.json"):
             with open(f) as h:
                 baselines[os.path.basename(f)[: -len("-baseline.json")]] = json.load(h)
@@ -123,7 +127,7 @@ def main(where):
         return
     plots = os.path.join(where, "plots")
     os.makedirs(plots, exist_ok=True)
-    bars(runs, baselines, os.path.join(plots, "time.svg"))
+    bars(runs, baselines, unloaded, os.path.join(plots, "time.svg"))
     presets = sorted({p for p, _, _ in runs})
     contexts = sorted({c for _, c, _ in runs})
     lines({p: {c: 100 * runs[p, c, 1]["fraction"] for c in contexts if runs.get((p, c, 1), {}).get("fraction")} for p in presets}, contexts,

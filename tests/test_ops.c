@@ -1,4 +1,4 @@
-/* DELTA_STEP and ROUTE against references in double written from models.md 3.1, 3.2 and 3.6. */
+/* DELTA_STEP, ROUTER and ROUTE against references in double written from models.md 3.1, 3.2 and 3.6. */
 #include "tests/support/onestep.h"
 
 #include <math.h>
@@ -309,6 +309,107 @@ static void test_delta_real(void **state)
     delta_case(128, 128, 4, MK_DECAY_HEAD, MK_GATE_SILU, 0, 1);
 }
 
+/* ---- sums and ROUTER --------------------------------------------------------------------------------------------------- */
+
+static void test_sums(void **state)
+{
+    (void)state;
+    uint64_t seed = 5;
+    for (uint32_t n = 1; n <= 1024; n = n * 3 + 1) { /* in any order, and whatever the count wraps to */
+        float x[1024];
+        double sum = 0;
+        uint64_t up = 0, down = 0;
+        for (uint32_t i = 0; i < n; i++) x[i] = one_normal(&seed, 3.0), sum += (double)x[i];
+        for (uint32_t i = 0; i < n; i++) up += mk_sum_word(x[i]), down += mk_sum_word(x[n - 1 - i]);
+        assert_true(up == down);
+        assert_int_equal(mk_sums_count(up), n & 255);
+        assert_true(fabs((double)mk_sum_value(up, n) - sum) <= 3e-8 * n + 1e-7 * fabs(sum));
+    }
+    for (uint32_t n = 1; n <= 1024; n *= 2) { /* the ends of the range */
+        uint64_t most = 0, least = 0;
+        for (uint32_t i = 0; i < n; i++) most += mk_sum_word(4194303.0f / (float)n), least += mk_sum_word(-4194303.0f / (float)n);
+        assert_true(fabsf(mk_sum_value(most, n) - 4194303.0f) < 1.0f && fabsf(mk_sum_value(least, n) + 4194303.0f) < 1.0f);
+    }
+    const float bad[] = {NAN, INFINITY, -INFINITY, 4194304.0f, -4194304.0f, 3e38f};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) assert_true(isnan(mk_sum_value(mk_sum_word(bad[i]) + mk_sum_word(1.0f) + mk_sum_word(-7.0f), 3)));
+    uint64_t over = 0;
+    for (uint32_t i = 0; i < 3; i++) over += mk_sum_word(4000000.0f);
+    assert_true(isnan(mk_sum_value(over, 3))); /* each of them is in range */
+    assert_true(mk_sum_value(mk_sum_word(0.0f), 1) == 0.0f && mk_sum_value(mk_sum_word(-0.5f), 1) == -0.5f);
+}
+
+/* All slices of h, each by a worker of its own: logits but for the norm; no bit of a row moved by its company or by who comes first. */
+static void router_case(uint32_t width, uint32_t experts, uint32_t slices)
+{
+    onestep *o = one_new(1, 0);
+    uint32_t h = one_even(o, MK_F32, 0, width, slices), sums = one_bulk(o, mk_sums_bytes(experts), slices);
+    float *gamma = calloc(width, 4), *x = calloc(MK_MAX_ROWS * width, 4), *w = calloc((size_t)experts * width, 4);
+    uint64_t *all = calloc(MK_MAX_ROWS * experts, 8), bytes = 0;
+    one_fill(7, gamma, width, 1.0);
+    one_fill(8, w, (size_t)experts * width, 0.3);
+    const uint32_t param = one_param(o, gamma, width);
+    for (uint32_t s = 0; s < slices; s++) bytes += mk_segment_bytes(MK_W_BF16, mk_start(s + 1, width, slices) - mk_start(s, width, slices), experts, 0, 0);
+    uint8_t *tape = one_tape(o, bytes);
+    for (uint32_t s = 0, at = 0; s < slices; s++) {
+        uint32_t first = mk_start(s, width, slices), n = mk_start(s + 1, width, slices) - first;
+        for (uint32_t e = 0; e < experts; e++)
+            for (uint32_t i = 0; i < n; i++) {
+                uint16_t b = mk_f32_to_bf16(w[(size_t)e * width + first + i]);
+                w[(size_t)e * width + first + i] = mk_bf16_to_f32(b);
+                memcpy(tape + at + mk_quarter_at(n, e / 32, e % 32 / 8, i) + e % 8 * 2, &b, 2);
+            }
+        at += (uint32_t)mk_segment_bytes(MK_W_BF16, n, experts, 0, 0);
+    }
+    one_alloc(o, 1, 64, 16, 64, 64);
+    for (uint32_t rows = MK_MAX_ROWS, trial = 0; trial < 2; trial++, rows = 3) {
+        one_begin(o);
+        memset(one_bulk_at(o, sums), 0, mk_sums_bytes(experts));
+        for (uint32_t r = 0; r < rows; r++) {
+            one_row(o, r, 3 + r);
+            one_fill(50 + r, x + (size_t)r * width, width, 2.0);
+            one_put(o, h, r, x + (size_t)r * width, NULL);
+        }
+        for (uint32_t k = 0; k < slices; k++) {
+            const uint32_t s = trial ? slices - 1 - k : k, first = mk_start(s, width, slices);
+            one_insn(o, MK_OP_ROUTER);
+            one_wait_slices(o, h, s, 1);
+            one_to(o, sums, 0);
+            for (uint32_t i = 0; i < s; i++) o->in.tape_off += mk_segment_bytes(MK_W_BF16, mk_start(i + 1, width, slices) - mk_start(i, width, slices), experts, 0, 0);
+            o->in.router = (mk_router){.first = first, .n = mk_start(s + 1, width, slices) - first, .experts = experts, .param_off = param + first};
+            one_run(o, 0);
+        }
+        const uint32_t half = mk_half(&o->prog.vec[sums], o->step.seq, 0);
+        const uint64_t *word = one_bulk_at(o, sums);
+        for (uint32_t r = 0; r < rows; r++)
+            for (uint32_t e = 0; e < experts; e++) {
+                double want = 0, scale = 0;
+                for (uint32_t i = 0; i < width; i++) {
+                    double term = (double)x[(size_t)r * width + i] * (double)gamma[i] * (double)w[(size_t)e * width + i];
+                    want += term, scale += term * term;
+                }
+                const uint64_t sum = word[mk_sum_at(experts, half, r, e)];
+                float got = mk_sum_value(sum, slices);
+                assert_int_equal(mk_sums_count(sum), slices & 255);
+                one_close("logit", &got, &want, 1, sqrt(scale), 2e-6);
+                if (!trial) all[r * experts + e] = sum;
+                assert_true(all[r * experts + e] == sum);
+            }
+        uint32_t written = 0;
+        for (uint32_t i = 0; i < 2 * mk_sums_words(experts); i++) written += word[i] != 0;
+        assert_int_equal(written, rows * experts); /* and nothing else */
+    }
+    free(gamma), free(x), free(w), free(all);
+    one_free(o);
+}
+
+static void test_router(void **state)
+{
+    (void)state;
+    router_case(288, 64, 16);
+    router_case(131, 40, 7); /* slices of 18 and 19, experts that fill no K block */
+    router_case(64, 512, 1);
+}
+
 /* ---- ROUTE ----------------------------------------------------------------------------------------------------------- */
 
 typedef struct hook_log {
@@ -385,32 +486,74 @@ static void check_routes(const mk_route *t, const mk_routes *got, uint32_t row, 
     assert_int_equal(found, t->topk);
 }
 
+#define ROUTE_WIDTH 48u /* of h */
+/* Makes logits, which are rounded so that all is exact, the sums that ROUTE reads: of h, whose rms is `rms`, a power of two. */
+static void put_logits(onestep *o, uint32_t h, uint32_t sums, uint32_t row, float *logit, uint32_t n, float rms, uint64_t seed)
+{
+    const mk_vec *v = &o->prog.vec[sums];
+    uint64_t *sum = one_bulk_at(o, sums);
+    float x[ROUTE_WIDTH];
+    for (uint32_t i = 0; i < ROUTE_WIDTH; i++) x[i] = i & 1 ? rms : -rms;
+    one_put(o, h, row, x, NULL);
+    for (uint32_t e = 0; e < n; e++) {
+        float left = (logit[e] = roundf(logit[e] * 1024) / 1024) * rms;
+        uint64_t *word = &sum[mk_sum_at(n, mk_half(v, o->step.seq, 0), row, e)];
+        *word = 0;
+        for (uint32_t i = 0; i + 1 < v->signals; i++) {
+            float part = (float)((int)(one_random(&seed) % 64) - 32) / 8;
+            *word += mk_sum_word(part);
+            left -= part;
+        }
+        *word += mk_sum_word(left);
+        assert_true(mk_sum_value(*word, v->signals) == logit[e] * rms);
+    }
+}
+/* Before the step: what it is added to, and what it is to clear. */
+static void prepare_sums(onestep *o, uint32_t sums, uint32_t n)
+{
+    const uint32_t half = mk_half(&o->prog.vec[sums], o->step.seq, 0);
+    memset((uint64_t *)one_bulk_at(o, sums) + mk_sum_at(n, half ^ 1, 0, 0), 0x5a, mk_sums_bytes(n) / 2);
+    one_signal(o, sums);
+}
+static int all_zero(const uint64_t *word, uint32_t first, uint32_t end)
+{
+    for (uint32_t i = first; i < end; i++)
+        if (word[i]) return 0;
+    return 1;
+}
+
 static void route_case(mk_route t, uint32_t slices, int ties)
 {
     onestep *o = one_new(2, 0);
     uint32_t n = t.experts;
+    t.k = ROUTE_WIDTH;
     float bias[1024], logit[MK_MAX_ROWS][1024];
     double s[1024];
     uint32_t chosen[MK_MAX_ROWS][16];
     one_fill(31, bias, n, 0.1);
-    uint32_t vec = one_even(o, MK_F32, 0, n, slices), routes = one_local(o, sizeof(mk_routes));
+    uint32_t h = one_even(o, MK_F32, 0, ROUTE_WIDTH, slices), sums = one_bulk(o, mk_sums_bytes(n), slices), routes = one_local(o, sizeof(mk_routes));
     t.param_off = one_param(o, bias, n);
     one_alloc(o, 1, 64, 16, 64, 64);
     for (int trial = 0; trial < 20; trial++) {
         uint32_t rows = 1 + (uint32_t)trial % MK_MAX_ROWS;
         one_begin(o);
+        prepare_sums(o, sums, n);
         for (uint32_t r = 0; r < rows; r++) {
             one_row(o, r, 3 + r);
             one_fill(100 * (uint64_t)trial + r, logit[r], n, 1.5);
             if (ties)
                 for (uint32_t i = 0; i < n; i++) logit[r][i] = roundf(logit[r][i]);
-            one_put(o, vec, r, logit[r], NULL);
+            put_logits(o, h, sums, r, logit[r], n, trial & 1 ? 4.0f : 1.0f, 9 + r);
         }
         one_insn(o, MK_OP_ROUTE);
-        one_wait(o, vec);
+        one_wait(o, h);
+        one_wait(o, sums);
         one_to(o, routes, 0);
         o->in.route = t;
         one_run(o, 1);
+        const uint64_t *cleared = (const uint64_t *)one_bulk_at(o, sums) + mk_sum_at(n, mk_half(&o->prog.vec[sums], o->step.seq, 0) ^ 1, 0, 0);
+        const uint32_t words = mk_sums_words(n), share = mk_start(1, words, 2);
+        assert_true(all_zero(cleared, share, words) && cleared[0] && cleared[share - 1]); /* worker 1's share, and no more */
         mk_routes all = *(mk_routes *)one_local_at(o, 1, routes);
         uint8_t used[1024] = {0};
         uint32_t distinct = 0;
@@ -425,9 +568,12 @@ static void route_case(mk_route t, uint32_t slices, int ties)
         assert_int_equal(all.n_union, distinct);
         /* alone: the same weights bit for bit */
         for (uint32_t r = 0; r < rows; r++) {
+            float again[1024];
+            memcpy(again, logit[r], n * sizeof *again);
             one_begin(o);
+            prepare_sums(o, sums, n);
             one_row(o, r, 3 + r);
-            one_put(o, vec, 0, logit[r], NULL);
+            put_logits(o, h, sums, 0, again, n, trial & 1 ? 4.0f : 1.0f, 77);
             one_run(o, 0);
             mk_routes *one = one_local_at(o, 0, routes);
             assert_int_equal(one->n_union, t.topk);
@@ -468,20 +614,22 @@ static void test_route_hook(void **state)
 {
     (void)state;
     onestep *o = one_new(1, 0);
-    mk_route t = {.experts = 16, .topk = 3, .groups = 1, .score = MK_SCORE_SIGMOID, .renorm = 1, .scale = 2};
+    mk_route t = {.experts = 16, .topk = 3, .groups = 1, .score = MK_SCORE_SIGMOID, .renorm = 1, .scale = 2, .k = ROUTE_WIDTH};
     float logit[16];
     one_fill(1, logit, 16, 1.0);
-    uint32_t vec = one_even(o, MK_F32, 0, 16, 2), routes = one_local(o, sizeof(mk_routes));
+    uint32_t h = one_even(o, MK_F32, 0, ROUTE_WIDTH, 2), sums = one_bulk(o, mk_sums_bytes(16), 2), routes = one_local(o, sizeof(mk_routes));
     const uint16_t mine[3] = {0, 7, 15};
     hook_log log = {.replace = mine};
     o->route_hook = hook;
     o->route_arg = &log;
     one_alloc(o, 1, 64, 16, 64, 64);
     one_begin(o);
+    prepare_sums(o, sums, 16);
     one_row(o, 5, 41);
-    one_put(o, vec, 0, logit, NULL);
+    put_logits(o, h, sums, 0, logit, 16, 1.0f, 3);
     one_insn(o, MK_OP_ROUTE);
-    one_wait(o, vec);
+    one_wait(o, h);
+    one_wait(o, sums);
     one_to(o, routes, 0);
     o->in.route = t;
     one_run(o, 0);
@@ -500,7 +648,7 @@ static void test_route_hook(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = { cmocka_unit_test(test_delta), cmocka_unit_test(test_delta_real),
-        cmocka_unit_test(test_route), cmocka_unit_test(test_route_hook),
+        cmocka_unit_test(test_sums), cmocka_unit_test(test_router), cmocka_unit_test(test_route), cmocka_unit_test(test_route_hook),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -139,6 +139,7 @@ static void test_bad_flags(void **state)
     assert_refused(PARSE("--check", "--print-config", "--model", "m"), "another action");
     assert_refused(PARSE("--model", "m", "--device", "gpu", "--act", "f32"), "--act f32");
     assert_refused(PARSE("--model", "m", "--device", "gpu", "--workers", "8"), "--workers");
+    assert_refused(PARSE("--model", "m", "--unloaded", "yes"), "--unloaded yes: expected --preset or --synthetic yes");
     static const char *const bad[][3] = {
         {"--streams", "0", "expected 1 to 1024, found 0"},
         {"--streams", "1025", "expected 1 to 1024"},
@@ -181,6 +182,16 @@ static void test_config_file(void **state)
     assert_refused(PARSE("--config", file("check = yes\n")), "mkd.conf:1: check is a flag");
     assert_refused(PARSE("--config", file("config = x\n")), "mkd.conf:1: config is a flag");
     assert_refused(PARSE("--config", dir), "cannot read the configuration file");
+}
+
+/* Nothing that is computed without weights is right: no self-test, and weights that are nobody's. */
+static void test_unloaded(void **state)
+{
+    (void)state;
+    assert_int_equal(PARSE("--preset", "kimi-linear-48b", "--unloaded", "yes"), MK_OK);
+    assert_true(o.unloaded && o.synthetic && !o.self_test);
+    assert_int_equal(PARSE("--preset", "kimi-linear-48b"), MK_OK);
+    assert_true(!o.unloaded && o.self_test);
 }
 
 /* What --print-config says, --config reads back to the same. */
@@ -353,7 +364,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_defaults),    cmocka_unit_test(test_flags),
         cmocka_unit_test(test_bad_flags),   cmocka_unit_test(test_config_file),
-        cmocka_unit_test(test_print_round_trip), cmocka_unit_test(test_help_names_everything),
+        cmocka_unit_test(test_unloaded), cmocka_unit_test(test_print_round_trip), cmocka_unit_test(test_help_names_everything),
         cmocka_unit_test(test_lock),        cmocka_unit_test(test_notify),
         cmocka_unit_test(test_log),
     };

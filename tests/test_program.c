@@ -146,7 +146,7 @@ static void wrong_header(void **state)
     write_all(d, n);                                                                                                   \
     refused(MK_E_PROGRAM, why)
     WITH(i.magic ^= 1, "not a program file");
-    WITH(i.version = 3, "program version 3, expected 4");
+    WITH(i.version = 3, "program version 3, expected 5");
     WITH(i.workers = 0, "0 workers");
     WITH(i.workers = 0xffffffffu, "4294967295 workers");
     WITH(i.n_vec = 0, "0 vectors");

@@ -86,7 +86,7 @@ static void deadlock_is_named(void **state)
     mk_program *p = s->plan->prog;
     mk_insn *in = p->insn;
     while (in->opcode != MK_OP_ROUTE) in++;
-    in->wait[0].pub = 2; /* a publication that comes after us */
+    in->wait[1].pub = 2; /* a publication that comes after us */
     mk_session_stream(s, 0, NULL, 0);
     mk_session_append(s, 0, (const uint32_t[]){512, 3, 1}, 3, 0);
     mk_err err = {0};

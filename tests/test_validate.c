@@ -98,7 +98,7 @@ static void header(void **state)
 {
     (void)state;
     BREAK(p->info.magic = 0, "program", "magic is 0x00000000");
-    BREAK(p->info.version = 9, "program", "version 9, expected 4");
+    BREAK(p->info.version = 9, "program", "version 9, expected 5");
     BREAK(p->info.flags = 4, "program", "unknown flags 0x4");
     BREAK(p->info.smem_limit = 200000; p->info.flags = MK_PROG_ACT_F32, "program", "act=f32 is for the twin only");
     BREAK(p->info.workers = 0, "program", "workers is 0, expected 1 to 4096");
@@ -282,10 +282,23 @@ static void shapes(void **state)
     BREAK(IN(1, ROUTE, 0)->route.topk = 17, "ROUTE", "top 17 of 8 experts");
     BREAK(IN(1, ROUTE, 0)->route.topk = 5, "ROUTE", "cannot give 5 choices");
     BREAK(IN(1, ROUTE, 0)->route.groups = 3, "ROUTE", "8 experts in 3 groups");
-    BREAK(IN(1, ROUTE, 0)->route.experts = 16, "ROUTE", "reads the router's logits");
+    BREAK(IN(1, ROUTE, 0)->route.experts = 16, "ROUTE", "sums of 16 values need 2048 bytes, router has 1024");
+    BREAK(IN(1, ROUTE, 0)->route.k = 16, "ROUTE", "expected h to be 16 values, h has 32");
+    BREAK(IN(1, ROUTE, 0)->route.eps = -1, "ROUTE", "eps");
+    BREAK(IN(1, ROUTE, 0)->route.norm_off = (uint32_t)p->info.param_floats - 31, "ROUTE", "norm: parameters");
+    BREAK(IN(1, ROUTER, 0)->router.experts = 16, "ROUTER", "sums of 16 values need 2048 bytes, router has 1024");
+    BREAK(IN(1, ROUTER, 0)->router.experts = 64, "ROUTER", "bytes of tape, its segment has");
+    BREAK(IN(1, ROUTER, 0)->router.experts = 0, "ROUTER", "0 experts, expected 1 to 1024");
+    BREAK(IN(1, ROUTER, 0)->router.n--, "ROUTER", "expected those of one slice");
+    BREAK(IN(1, ROUTER, 0)->router.first--, "ROUTER", "reads its slice");
+    BREAK(IN(1, ROUTER, 0)->router.param_off = (uint32_t)p->info.param_floats - 7, "ROUTER", "norm: parameters");
+    BREAK(IN(1, ROUTER, 0)->signal_vec = (uint16_t)pb_vec(p, "logits"), "ROUTER", "expected logits to be bulk sums");
     BREAK(IN(1, ROUTE, 0)->route.score = 2, "ROUTE", "score 2");
     BREAK(VEC("route")->width -= 16, "ROUTE", "local vector route has");
-    BREAK(VEC("router")->dtype = MK_BF16, "ROUTE", "expected router to be f32");
+    BREAK(VEC("router")->dtype = MK_BF16, "router", "fields that belong to packet vectors must be 0");
+    BREAK(VEC("router")->flags = MK_VEC_DYNAMIC, "router", "fields that belong to packet vectors must be 0");
+    BREAK(VEC("router")->flags = 0, "ROUTER", "expected router to be bulk sums");
+    BREAK(VEC("logits")->flags = MK_VEC_SUMS, "LM_HEAD", "expected only ROUTER to add to sums");
     BREAK(VEC("h")->dtype = MK_BF16, "", "expected h to be f32");
     BREAK(IN(1, EXPERT_UP, 0)->expert.k = 16, "EXPERT_UP", "h has 32");
     BREAK(IN(1, EXPERT_UP, 0)->expert.topk = 3, "EXPERT_UP", "top 3, but #7 ROUTE chooses 2");
@@ -369,11 +382,16 @@ static void dynamic_vectors(void **state)
     BREAK(mk_insn s = *IN(2, EXPERT_UP, 0); pb_insert(p, 2, s.seq + 1, &s), "worker 2", "double publication: u pub 0");
     BREAK(IN(2, ROUTE, 1)->route.scale = 3, "worker 2", "dynamic: its ROUTE differs from that of worker 0");
     BREAK(IN(2, ROUTE, 1)->route.param_off++, "worker 2", "dynamic: its ROUTE differs");
-    BREAK(IN(2, ROUTE, 1)->wait[0].pub = 0, "worker 2", "dynamic: its ROUTE differs");
+    BREAK(IN(2, ROUTE, 1)->wait[0].pub = 0, "worker 2", "norm of h pub 0, its logits are of pub");
     BREAK(IN(2, EXPERT_UP, 1)->wait[0].pub = 0, "worker 2", "dynamic: expected the same experts and input as worker 0");
     BREAK(IN(2, EXPERT_UP, 1)->expert.base -= 128, "worker 2", "dynamic: expected the same experts");
-    BREAK(mk_insn r = *IN(2, ROUTE, 1); r.route.renorm = 0; pb_insert(p, 2, AT(IN(2, EXPERT_UP, 1)) + 1, &r), "EXPERT_DOWN layer 1",
-          "its ROUTE differs from that of worker 0");
+    BREAK(mk_insn r = *IN(2, ROUTE, 1); r.route.renorm = 0; pb_insert(p, 2, AT(IN(2, EXPERT_UP, 1)) + 1, &r), "worker 2", "clears what another ROUTE of its worker clears");
+    /* sums: every slice of one h once, every worker clears its share */
+    BREAK(IN(2, ROUTER, 1)->wait[0].slice0 = 1; IN(2, ROUTER, 1)->router.first = IN(1, ROUTER, 1)->router.first, "worker 2", "slice 1 of h is added to router by another instruction as well");
+    BREAK(IN(2, ROUTER, 1)->wait[0].pub--, "ROUTER layer 1", "expected one for each slice of one publication");
+    BREAK(IN(2, ROUTE, 1)->wait[1].pub = 0, "ROUTER layer 0", "gamma at");
+    BREAK(IN(2, ROUTER, 1)->router.param_off++, "worker 2", "gamma at");
+    BREAK(pb_remove(p, 2, AT(IN(2, ROUTER, 1))), "\"router\"", "missing publication: pub 1 is signalled 3 times a step, expected 4");
     BREAK(p->start[VEC("u")->start_index + 1] = 5, "EXPERT_UP", "slice 1 of u starts at 5");
     BREAK(IN(2, GEMV, 0)->wait[0].vec = (uint16_t)pb_vec(p, "u"); IN(2, GEMV, 0)->wait[0].nslice = 8, "GEMV", "u is dynamic, only EXPERT_DOWN can read it");
     BREAK(IN(2, GEMV, 0)->signal_vec = (uint16_t)pb_vec(p, "u"); IN(2, GEMV, 0)->signal_slice = 0, "GEMV", "publishes dynamic vector u");
@@ -397,7 +415,7 @@ static void cycles(void **state)
           pb_swap(p, 1, AT(pb_publisher(p, "low", 0, 1)), AT(pb_publisher(p, "fz", 0, 1))),
           "cycle: worker 1 #1 GEMV layer 0 waits for low pub 0", "which worker 1 #2 GEMV layer 0 publishes after #1");
     /* two workers, each with its share of o behind something that waits for h */
-    BREAK(pb_swap(p, 1, AT(pb_publisher(p, "h", 1, 1)), AT(pb_publisher(p, "router", 0, 1))), "cycle: worker", "waits for h pub 1");
+    BREAK(pb_swap(p, 1, AT(pb_publisher(p, "h", 1, 1)), AT(IN(1, ROUTER, 0))), "cycle: worker", "waits for h pub 1");
     /* a chain over four workers: 0 -> 1 -> 2 -> 3 -> 0 */
     q = pb_make(&(pb_config){.workers = 4, .layers = "Mf"});
     uint32_t lat = pb_vec(q, "lat");

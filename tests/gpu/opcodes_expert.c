@@ -1,4 +1,4 @@
-/* ROUTE, EXPERT_UP, EXPERT_DOWN. The expert opcodes follow a ROUTE of their own in every queue, because the loader of experts starts with it. */
+/* ROUTER, ROUTE, EXPERT_UP, EXPERT_DOWN. The expert opcodes follow a ROUTE of their own in every queue, because the loader waits for it. */
 #include "tests/gpu/opcodes.h"
 
 #include <math.h>
@@ -18,7 +18,8 @@ typedef struct expert_arg {
     int local;           /* DOWN: adds to a LOCAL sum */
 } expert_arg;
 
-enum { ROUTER, ROUTES, IN, OUT, BASE };
+enum { SUMS, ROUTES, NORMED, IN, OUT, BASE }; /* NORMED: h as ROUTE has it */
+#define ADDENDS 5u
 
 static void route(mk_case *c, const expert_arg *a, uint32_t w, uint32_t bias)
 {
@@ -26,31 +27,81 @@ static void route(mk_case *c, const expert_arg *a, uint32_t w, uint32_t bias)
     in->route = (mk_route){.experts = (uint16_t)a->experts, .topk = (uint16_t)a->topk, .groups = (uint16_t)(a->groups ? a->groups : 1),
                            .topk_groups = (uint16_t)(a->topk_groups ? a->topk_groups : 1), .score = (uint8_t)a->score, .renorm = (uint8_t)a->renorm,
                            .has_bias = (uint8_t)a->bias, .scale = a->renorm ? 2.446f : 1, .param_off = bias};
-    case_wait(c, in, ROUTER);
+    in->route.k = c->prog.vec[NORMED].width;
+    in->route.norm_off = bias + a->experts;
+    in->route.eps = 1e-5f;
+    case_wait(c, in, NORMED);
+    case_wait(c, in, SUMS);
     case_to(c, in, ROUTES, 0);
 }
 
 static uint32_t router(mk_case *c, const expert_arg *a)
 {
-    case_even(c, "router", MK_F32, 0, a->experts, a->experts < 132 ? a->experts : 132);
+    const uint32_t k = a->inter ? a->k : 320; /* EXPERT_UP's own input, as large as that */
+    const uint32_t sums = case_bulk(c, "router", mk_sums_bytes(a->experts), ADDENDS);
+    c->prog.vec[sums].flags = MK_VEC_SUMS;
     case_local(c, "route", sizeof(mk_routes));
-    return case_param(c, a->experts, 0, 0.02);
+    case_even(c, "normed", MK_F32, 0, k, k < 132 ? 5 : 132);
+    const uint32_t bias = case_param(c, a->experts, 0, 0.02);
+    case_param(c, k, 1, 0.2); /* gamma, behind them */
+    return bias;
 }
 
 static void feed_router(mk_case *c, const expert_arg *a)
 {
-    case_input(c, ROUTER, 1.5);
-    if (!a->ties) return;
-    const mk_vec *v = &c->prog.vec[ROUTER];
-    for (uint64_t b = 0; b < mk_packet_offset(v, 2, 0, 0); b += 4) { /* logits rounded to halves */
-        float f;
-        uint32_t e;
-        memcpy(&e, c->mem.exchange + (b & ~15ull) + 12, 4);
-        if (b % 16 == 12 || e == c->epoch0) continue;
-        memcpy(&f, c->mem.exchange + b, 4);
-        f = roundf(2 * f) / 2;
-        memcpy(c->mem.exchange + b, &f, 4);
+    const mk_vec *v = &c->prog.vec[SUMS];
+    float *logit = malloc(a->experts * sizeof *logit);
+    if (!logit) exit(3);
+    case_input(c, NORMED, 1.0);
+    c->mem.counter[v->counter] += ADDENDS;
+    for (uint32_t r = 0; r < c->step.nrows; r++) {
+        uint64_t s = 5;
+        case_fill(c, 7000, c->row_id[r], logit, a->experts, 1.5);
+        for (uint32_t e = 0; e < a->experts; e++) {
+            float left = a->ties ? roundf(2 * logit[e]) / 2 : logit[e];
+            uint64_t *word = (uint64_t *)(c->mem.bulk + v->offset) + mk_sum_at(a->experts, mk_half(v, c->step.seq, c->pub[SUMS]), r, e);
+            *word = 0;
+            for (uint32_t k = 1; k < ADDENDS; k++) {
+                const float part = (float)((int)(case_random(&s) % 64) - 32) / 8;
+                *word += mk_sum_word(part);
+                left -= part;
+            }
+            *word += mk_sum_word(left);
+        }
     }
+    free(logit);
+}
+
+/* Slices of h of so many values on as many workers. */
+typedef struct router_arg {
+    uint32_t experts, n[3];
+} router_arg;
+enum { R_H, R_SUMS };
+static void router_make(mk_case *c, const void *arg)
+{
+    const router_arg *a = arg;
+    uint32_t start[4] = {0};
+    for (uint32_t w = 0; w < 3; w++) start[w + 1] = start[w] + a->n[w];
+    case_packet(c, "h", MK_F32, 0, start, 3);
+    const uint32_t sums = case_bulk(c, "router", mk_sums_bytes(a->experts), 3);
+    c->prog.vec[sums].flags = MK_VEC_SUMS;
+    const uint32_t gamma = case_param(c, start[3], 1, 0.2);
+    for (uint32_t w = 0; w < 3; w++) {
+        mk_insn *in = case_add(c, w, MK_OP_ROUTER);
+        in->router = (mk_router){.first = start[w], .n = a->n[w], .experts = a->experts, .param_off = gamma + start[w]};
+        in->tape_bytes = (uint32_t)mk_segment_bytes(MK_W_BF16, a->n[w], a->experts, 0, 0);
+        case_wait_slices(c, in, R_H, w, 1);
+        case_to(c, in, R_SUMS, 0);
+    }
+    case_seal(c, &(case_sizes){0});
+    for (uint32_t i = 0; i < c->n; i++) case_segment(c, case_tape(c, i), MK_W_BF16, c->in[i]->router.n, a->experts, 0, 0, 1.5);
+}
+static void router_feed(mk_case *c, const void *arg)
+{
+    const router_arg *a = arg;
+    const mk_vec *v = &c->prog.vec[R_SUMS];
+    case_input(c, R_H, 1.5);
+    memset((uint64_t *)(c->mem.bulk + v->offset) + mk_sum_at(a->experts, mk_half(v, c->step.seq, c->pub[R_SUMS]), 0, 0), 0, mk_sums_bytes(a->experts) / 2);
 }
 
 static void route_make(mk_case *c, const void *arg)
@@ -159,6 +210,7 @@ static void down_feed(mk_case *c, const void *arg)
             case_fill(c, 8000 + w, c->row_id[r], (float *)(c->mem.local + w * c->prog.info.local_bytes + c->prog.vec[BASE].offset) + r * a->n[w], a->n[w], 1.5);
 }
 
+#define A(...) router_make, router_feed, &(const router_arg){__VA_ARGS__}, 0
 #define R(...) route_make, route_feed, &(const expert_arg){__VA_ARGS__}, 0
 #define U(...) up_make, up_feed, &(const expert_arg){__VA_ARGS__}, 0
 #define UW(W, ...) up_make, up_feed, &(const expert_arg){__VA_ARGS__}, W
@@ -194,5 +246,10 @@ const case_spec expert_cases[] = {
     {"ROUTE", "512 experts, many ties, top 10", R(.experts = 512, .topk = 10, .ties = 1, .score = MK_SCORE_SIGMOID, .renorm = 1)},
     {"ROUTE", "300 experts, softmax, many ties, top 8", R(.experts = 300, .topk = 8, .ties = 1, .score = MK_SCORE_SOFTMAX, .renorm = 1)},
     {"ROUTE", "256 experts, softmax, bias, top 8", R(.experts = 256, .topk = 8, SOFT, .bias = 1)},
+    {"ROUTER", "256 experts, slices of 18", A(256, {18, 18, 17})},
+    {"ROUTER", "512 experts, slices of 16", A(512, {16, 16, 16})},
+    {"ROUTER", "64 experts, slices of 48, 5 and 1", A(64, {48, 5, 1})},
+    {"ROUTER", "7 experts, slices of 128", A(7, {128, 100, 128})},
+    {"ROUTER", "1024 experts, slices of 31", A(1024, {31, 30, 31})},
     {0},
 };

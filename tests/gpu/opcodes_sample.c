@@ -100,6 +100,7 @@ static void shift_scales(mk_insn *in)
 static void input_off_by_one(mk_insn *in) { in->gemv.in_off++; }
 static void forget_residual_scale(mk_insn *in) { in->gemv.scale = 1.02f; }
 static void drop_bias(mk_insn *in) { in->route.has_bias = 0; }
+static void other_gamma(mk_insn *in) { in->router.param_off ^= 1; }
 static void up_other_slice(mk_insn *in) { in->expert.base -= 128; }
 static void down_phase(mk_insn *in) { in->expert.phase = (uint16_t)(in->expert.phase > 2 ? in->expert.phase - 3 : in->expert.phase + 3); }
 static void head_eps(mk_insn *in) { in->lm_head.eps = 0.1f; }
@@ -130,6 +131,7 @@ const case_wrong case_wrongs[] = {
     {"2 % too much", &matrix_cases[2], forget_residual_scale, NULL},
     {"another epsilon", &matrix_cases[36], head_eps, NULL},
     {"bias dropped", &expert_cases[1], drop_bias, NULL},
+    {"gamma of a neighbour", &expert_cases[27], other_gamma, NULL},
     {"expert memory off by 128 bytes", &expert_cases[12], up_other_slice, NULL},
     {"scale segment shifted by 3 rows", &expert_cases[20], down_phase, NULL},
     {"keys off by one channel", &state_cases[0], delta_keys, NULL},

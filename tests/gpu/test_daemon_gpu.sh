@@ -2,7 +2,7 @@
 # On the machine with the GPU: the kernel hangs under two running generations; the daemon has to name the worker
 # and the instruction, write the flight file, relaunch, and give every stream the tokens it would have had. BUILD: where tests/mkd-debug and
 # tests/gpu/hang_client are.
-# WORKER:INSTRUCTION:AFTER. 7:8 stands between ROUTE and EXPERT_UP. 0:42 is SCHEDULE, whose absence no worker notices: all wait for the next step, as when idle. `idle`: SCHEDULE dies while nobody has
+# WORKER:INSTRUCTION:AFTER. 7:9 is done aside, between EXPERT_UP and EXPERT_DOWN. 0:42 is SCHEDULE, whose absence no worker notices: all wait for the next step, as when idle. `idle`: SCHEDULE dies while nobody has
 # work. `:stopped`: the daemon is stopped (SIGSTOP) for three seconds meanwhile, so that the kernel gives up by itself; it then names the first
 # wait that ran out, which need not be the root. One JSON line a case goes to $OUT/inject.jsonl.
 BUILD=${BUILD:-build}
@@ -15,7 +15,7 @@ start() { # flags...
     P=$!
     for _ in $(seq 400); do grep -qs ready "$S/out" && break; kill -0 $P 2>/dev/null || break; sleep 0.05; done
 }
-for at in ${HANGS:-0:0:0 5:12:10 7:8:5 131:3:1 77:9:33 0:26:2 131:3:1200:stopped idle}; do
+for at in ${HANGS:-0:0:0 5:12:10 7:9:5 131:3:1 77:9:33 0:26:2 131:3:1200:stopped idle}; do
     S=$(mktemp -d)
     IFS=: read -r worker insn after stopped <<<"$at"
     start

@@ -392,7 +392,10 @@ static void describe(void *arg, mk_mat *mat)
     header *h = arg;
     uint32_t experts = strstr(mat->tensor, "%u") ? 0 : 1;
     uint64_t rows = mat->n, cols = mat->k;
-    if (mat->source == MK_SRC_HEAD_T) return; /* the tensor of its HEAD_ROWS half */
+    if (mat->source == MK_SRC_HEAD_T) {
+        if (mat->head_n != mat->head_stride) return; /* the tensor of its HEAD_ROWS half */
+        rows = mat->k, cols = mat->n;                /* a router */
+    }
     if (mat->source == MK_SRC_HEAD_ROWS) rows = rows / mat->head_n * mat->head_stride;
     if (!experts)
         for (uint32_t l = 0; l < h->m->layers; l++)

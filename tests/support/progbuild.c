@@ -290,13 +290,19 @@ static void moe_layer(builder *b, uint32_t layer, uint32_t norm, int shared)
 {
     uint32_t h = V(b, "h"), router = V(b, "router"), route = V(b, "route"), u = V(b, "u"), T = expert_slices(b), W = b->W, A = b->A;
     uint32_t rp = publish(b, router), tp = publish(b, route), up = publish(b, u), bias = param(b, EXPERTS), sp = 0, ap = 0;
-    gemv d = {.layer = layer, .in = h, .in_pub = b->h_pub, .k = HIDDEN, .prologue = MK_PRO_RMS, .param_off = norm, .wtype = MK_W_BF16, .flags = MK_GEMV_X_F32,
-              .out = router, .out_pub = rp};
-    emit_gemvs(b, &d);
+    gemv d = {.layer = layer, .in = h, .in_pub = b->h_pub, .k = HIDDEN, .prologue = MK_PRO_RMS, .param_off = norm, .wtype = MK_W_BF16};
+    for (uint32_t w = 0; w < A; w++) {
+        const uint32_t *st = mk_vec_starts(b->p, &b->p->vec[h]), n = st[w + 1] - st[w];
+        mk_insn *in = emit(b, w, MK_OP_ROUTER, layer);
+        in->router = (mk_router){.first = st[w], .n = n, .experts = EXPERTS, .param_off = norm + st[w]};
+        wait_slices(in, h, b->h_pub, w, 1);
+        signal_slice(in, router, rp, 0);
+        consume(b, w, in, mk_segment_bytes(MK_W_BF16, n, EXPERTS, 0, 0));
+    }
     if (shared) {
         sp = publish(b, V(b, "shared"));
         ap = publish(b, V(b, "acc"));
-        d.flags = 0, d.epilogue = MK_EPI_SILU, d.out = V(b, "shared"), d.out_pub = sp;
+        d.epilogue = MK_EPI_SILU, d.out = V(b, "shared"), d.out_pub = sp;
         emit_gemvs(b, &d);
     }
     uint32_t rows = (INTER + T - 1) / T, dn_rows = (HIDDEN + A - 1) / A;
@@ -305,7 +311,8 @@ static void moe_layer(builder *b, uint32_t layer, uint32_t norm, int shared)
     b->p->info.expert_bytes = db + ds * A * EXPERTS;
     for (uint32_t w = 0; w < W; w++) {
         mk_insn *in = emit(b, w, MK_OP_ROUTE, layer);
-        in->route = (mk_route){.experts = EXPERTS, .topk = TOPK, .groups = 2, .topk_groups = 1, .renorm = 1, .has_bias = 1, .scale = 2, .param_off = bias};
+        in->route = (mk_route){.experts = EXPERTS, .topk = TOPK, .groups = 2, .topk_groups = 1, .renorm = 1, .has_bias = 1, .scale = 2, .param_off = bias, .k = HIDDEN, .norm_off = norm, .eps = 1e-5f};
+        wait_all(b, in, h, b->h_pub);
         wait_all(b, in, router, rp);
         signal_slice(in, route, tp, 0);
         in = emit(b, w, MK_OP_EXPERT_UP, layer);
@@ -359,7 +366,8 @@ static void vectors(builder *b, const pb_config *c, const char *layers)
     }
     if (strchr(layers, 'f')) packet(b, "ffn", act, FFN, A);
     if (strpbrk(layers, "es")) {
-        packet(b, "router", MK_F32, EXPERTS, A < EXPERTS ? A : EXPERTS);
+        bulk(b, "router", (uint32_t)mk_sums_bytes(EXPERTS), A);
+        b->p->vec[V(b, "router")].flags = MK_VEC_SUMS;
         local(b, "route", sizeof(mk_routes));
         mk_program *p = b->p;
         uint32_t u = packet(b, "u", act, TOPK * INTER, TOPK * T);
