@@ -85,7 +85,7 @@ static void router_make(mk_case *c, const void *arg)
     case_packet(c, "h", MK_F32, 0, start, 3);
     const uint32_t sums = case_bulk(c, "router", mk_sums_bytes(a->experts), 3);
     c->prog.vec[sums].flags = MK_VEC_SUMS;
-    const uint32_t gamma = case_param(c, start[3], 1, 0.2);
+    const uint32_t gamma = case_param(c, start[3] + 1, 1, 0.2); /* one more, for the negative control that is one off */
     for (uint32_t w = 0; w < 3; w++) {
         mk_insn *in = case_add(c, w, MK_OP_ROUTER);
         in->router = (mk_router){.first = start[w], .n = a->n[w], .experts = a->experts, .param_off = gamma + start[w]};
