@@ -62,7 +62,7 @@ static const opt table[] = {
     {"bench", "yes|no", OPT_CHOICE, AT(bench), "no", 0, 0, {{"no", 0}, {"yes", 1}},
      "serve pinned streams (mkctl bench --ctx), which read cache pages that they never wrote"},
     {"unloaded", "yes|no", OPT_CHOICE, AT(unloaded), "no", 0, 0, {{"no", 0}, {"yes", 1}},
-     "with synthetic weights: what goes through the ring is not read from memory but zero, to measure what a step takes beside that; implies --self-test no"},
+     "with synthetic weights: what goes through the ring is not read from memory but stays small random values, to measure what a step takes beside that; implies --self-test no"},
     {"self-test", "yes|no", OPT_CHOICE, AT(self_test), "yes", 0, 0, {{"no", 0}, {"yes", 1}},
      "GPU: run every opcode at the model's shapes against a plain kernel before clients can connect; a difference is fatal"},
     {"flight-dir", "DIR", OPT_PATH, AT(flight_dir), "", 0, 0, {{0}},
