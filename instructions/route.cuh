@@ -63,10 +63,10 @@ MK_DEV uint64_t mk_logits_clear(const mk_dev *d)
     }
     return had;
 }
-/* It is cleared. */
-MK_DEV void mk_logits_cleared(uint64_t had)
+/* Behind this the answers are there: something has to depend on them, or ptxas asks for none. mk_lap.none is 0. */
+MK_DEV void mk_logits_cleared(const mk_dev *d, uint64_t had)
 {
-    asm volatile("" ::"l"(had) : "memory");
+    if ((uint32_t)(had | had >> 32) & d->sh->lap.none) d->memo->staged = 0;
 }
 
 /* In the reduction area; then, for as many rows as fit, order keys of the choices and scores: uint32_t key[n], float score[n] a row. A key of 0 is out of the
@@ -446,14 +446,13 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
     for (uint32_t j = 0; j < PER; j++) key[j] = e + j < n ? mk_order_key(t->has_bias ? s[j] + bias[j] : s[j]) : 0;
     const uint32_t candidates = mk_route_candidates<PER>(d, x, e, key, s);
     mk_trace_publish(d);
-    uint64_t had = 0;
     if (d->warp == 0) {
         mk_route_decide(d, x, candidates, out);
     } else {
-        had = mk_logits_clear(d);
+        const uint64_t had = mk_logits_clear(d);
         mk_route_ranks(d, out, t->topk);
+        mk_logits_cleared(d, had);
     }
-    mk_logits_cleared(had);
     mk_sync();
 }
 MK_DEV void mk_route_one_run(const mk_dev *d)
@@ -536,8 +535,8 @@ MK_DEV void mk_route_run(const mk_dev *d)
     __syncwarp();
     if (nrows > 1 && d->warp == 0 && mk_arrives(d->lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full)); /* one row: mk_route_take */
     if (d->tid == 0) d->memo->route_parity ^= 1;
-    if (nrows == 1) mk_sync();
-    mk_logits_cleared(mk_logits_clear(d));
+    mk_logits_cleared(d, mk_logits_clear(d));
+    mk_sync();
 }
 
 #endif
