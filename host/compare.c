@@ -318,35 +318,30 @@ static uint32_t worker_of(const mk_program *p, uint32_t x)
     return lo;
 }
 
-/* A LOCAL sum is a slice of a vector that is spread over the workers: over all instructions looked at that make it. */
-static double local_rms(job *j)
+/* Squares of the row of what the instruction publishes, and how many values there are. A LOCAL sum is a slice of a vector that is spread over the workers: over all instructions looked at
+ * that make it. */
+static uint64_t local_squares(job *j, double *squares)
 {
     const mk_insn *in = j->in;
-    if (j->scale[j->row].vec == in->signal_vec && j->scale[j->row].pub == in->signal_pub) return j->scale[j->row].rms;
-    double squares = 0;
     uint64_t n = 0;
     for (uint32_t k = 0; k < j->n; k++) {
         uint32_t x = j->list ? j->list[k] : k;
         const mk_insn *o = &j->p->insn[x];
         if (o->opcode != in->opcode || o->signal_vec != in->signal_vec || o->signal_pub != in->signal_pub) continue;
         const float *v = (const float *)(j->want->local + worker_of(j->p, x) * j->p->info.local_bytes + j->p->vec[o->signal_vec].offset) + (size_t)j->row * o->gemv.n;
-        for (uint32_t i = 0; i < o->gemv.n; i++) squares += (double)v[i] * (double)v[i];
+        for (uint32_t i = 0; i < o->gemv.n; i++) *squares += (double)v[i] * (double)v[i];
         n += o->gemv.n;
     }
-    j->scale[j->row].vec = in->signal_vec;
-    j->scale[j->row].pub = in->signal_pub;
-    return j->scale[j->row].rms = root(squares, n);
+    return n;
 }
 
 /* Over the slices of the publication that `want` has. */
-static double vector_rms(job *j)
+static uint64_t vector_squares(job *j, double *squares)
 {
     const mk_insn *in = j->in;
-    if (j->scale[j->row].vec == in->signal_vec && j->scale[j->row].pub == in->signal_pub) return j->scale[j->row].rms;
     const mk_vec *v = &j->p->vec[in->signal_vec];
     const uint32_t *start = mk_vec_starts(j->p, v);
     uint32_t half = mk_half(v, j->step->seq, in->signal_pub), epoch = mk_epoch(j->epoch0, j->step->seq, in->signal_pub);
-    double squares = 0;
     uint64_t n = 0;
     for (uint32_t s = 0; s < v->nslice; s++) {
         mk_piece pc = {.kind = MK_PC_PACKETS, .n = start[s + 1] - start[s], .off = mk_packet_offset(v, half, j->row, s)};
@@ -354,27 +349,33 @@ static double vector_rms(job *j)
         memcpy(&found, j->want->exchange + pc.off + 12, 4);
         if (found != epoch || !room(j, pc.n + 1)) continue;
         mk_piece_read(j->p, &pc, j->want, in, j->row, j->v, j->bits);
-        for (uint32_t i = 0; i < pc.n; i++) squares += j->v[i] * j->v[i];
+        for (uint32_t i = 0; i < pc.n; i++) *squares += j->v[i] * j->v[i];
         n += pc.n;
     }
-    j->scale[j->row].vec = in->signal_vec;
-    j->scale[j->row].pub = in->signal_pub;
-    return j->scale[j->row].rms = root(squares, n);
+    return n;
 }
 
 /* Over the row's sums. */
-static double sums_rms(job *j)
+static uint64_t sums_squares(job *j, double *squares)
 {
     const mk_insn *in = j->in;
-    if (j->scale[j->row].vec == in->signal_vec && j->scale[j->row].pub == in->signal_pub) return j->scale[j->row].rms;
     const mk_vec *v = &j->p->vec[in->signal_vec];
     const uint64_t *word = (const uint64_t *)(j->want->bulk + v->offset);
     const uint32_t n = in->router.experts, half = mk_half(v, j->step->seq, in->signal_pub);
-    double squares = 0;
     for (uint32_t i = 0; i < n; i++) {
         const double x = (double)mk_sum_value(word[mk_sum_at(n, half, j->row, i)], v->signals);
-        squares += x * x;
+        *squares += x * x;
     }
+    return n;
+}
+
+/* Of the publication that the instruction is a part of: its squares are added up once. */
+static double published_rms(job *j, uint64_t (*squares_of)(job *, double *))
+{
+    const mk_insn *in = j->in;
+    if (j->scale[j->row].vec == in->signal_vec && j->scale[j->row].pub == in->signal_pub) return j->scale[j->row].rms;
+    double squares = 0;
+    const uint64_t n = squares_of(j, &squares);
     j->scale[j->row].vec = in->signal_vec;
     j->scale[j->row].pub = in->signal_pub;
     return j->scale[j->row].rms = root(squares, n);
@@ -447,7 +448,7 @@ static void one_piece(void *arg, const mk_piece *pc)
     const mk_insn *in = j->in;
     uint32_t n = mk_piece_values(j->p, pc, in);
     if (!room(j, n + 1)) return;
-    double rms = pc->kind == MK_PC_PACKETS ? vector_rms(j) : pc->kind == MK_PC_SUMS ? sums_rms(j) : 0, tol = pc->kind == MK_PC_STATS ? 1e-5 : mk_tolerance(in);
+    double rms = pc->kind == MK_PC_PACKETS ? published_rms(j, vector_squares) : pc->kind == MK_PC_SUMS ? published_rms(j, sums_squares) : 0, tol = pc->kind == MK_PC_STATS ? 1e-5 : mk_tolerance(in);
     if (j->lost) return;
     if (tol < j->c->floor) tol = j->c->floor;
     if (j->c->last && (pc->kind == MK_PC_PACKETS || pc->kind == MK_PC_STATS)) {
@@ -465,7 +466,7 @@ static void one_piece(void *arg, const mk_piece *pc)
     if (pc->kind == MK_PC_F32 || pc->kind == MK_PC_BF16 || pc->kind == MK_PC_LATENT || pc->kind == MK_PC_PARTIAL) {
         double squares = 0;
         for (uint32_t i = 0; i < pc->n; i++) squares += j->v[i] * j->v[i];
-        rms = in->opcode == MK_OP_LM_HEAD ? logits_rms(j) : in->opcode == MK_OP_GEMV ? local_rms(j) : root(squares, pc->n);
+        rms = in->opcode == MK_OP_LM_HEAD ? logits_rms(j) : in->opcode == MK_OP_GEMV ? published_rms(j, local_squares) : root(squares, pc->n);
     }
     if (pc->kind == MK_PC_PACKETS || pc->kind == MK_PC_STATS) { /* every packet carries the epoch */
         uint32_t epoch = mk_epoch(j->epoch0, j->step->seq, in->signal_pub), found;

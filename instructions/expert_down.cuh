@@ -518,8 +518,7 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
 
     mk_walk walk;
     walk.slot = memo->next;
-    const bool awaits = f->place.run & MK_AWAITS; /* what is done aside, whose stages lie before these */
-    if (awaits) mk_next_skip(&walk.slot, &lap, p->pass);
+    if (f->place.run & MK_AWAITS) mk_next_skip(&walk.slot, &lap, p->pass); /* stages of what is done aside lie before these */
     const uint32_t at = walk.slot.at;
     const mk_claim claim = mk_claim_of<EIGHTS>(&t, &lap, at, stride);
     walk.stages = experts * (t.nst / MK_GROUPS);
@@ -555,8 +554,7 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
 #pragma unroll
         for (uint32_t e = 0; e < EIGHTS; e++) mk_sts32(part + 32 * e, __float_as_uint(sum[e]));
     walk.slot.at = at + experts * t.nst;
-    if (f->place.run & MK_AWAITS) /* it has read where its stages begin, and the sum of others is in LOCAL memory */
-        while (!mk_mbar_try(mk_smem(&sh->aside_done), f->place.run & MK_LAP ? 1 : 0)) {}
+    if (f->place.run & MK_AWAITS) mk_aside_await(sh, f); /* it has read where its stages begin, and the sum of others is in LOCAL memory */
     __syncwarp();
     if (d->lane == 0) {
         memo->next = walk.slot;

@@ -157,8 +157,7 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
         first = next;
         if (first < all) mk_sync(); /* the sums are read */
     } while (first < all);
-    if (f->place.run & MK_AWAITS)
-        while (!mk_mbar_try(mk_smem(&d->sh->aside_done), f->place.run & MK_LAP ? 1 : 0)) {}
+    if (f->place.run & MK_AWAITS) mk_aside_await(d->sh, f);
     __syncwarp();
     if (d->lane == 0) {
         d->memo->next = ring;

@@ -87,6 +87,10 @@ typedef struct mk_vec {
     uint64_t reserved;
 } mk_vec;
 static_assert(sizeof(mk_vec) == 64, "mk_vec is 64 bytes");
+MK_BOTH int mk_vec_sums(const mk_vec *v)
+{
+    return v->scope == MK_BULK && v->flags & MK_VEC_SUMS;
+}
 
 /* ---- instruction ---------------------------------------------------------------------------------------------------- */
 

@@ -328,7 +328,7 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_one(const mk_insn *in)
         if (x.end == pos + 1) mk_counter_wait(d, 2);
         mk_att_begin_one<NH, FP8>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages + x.first / MK_PAGE), &regs);
         if (aside)
-            while (!mk_mbar_try(mk_smem(&d->sh->aside_done), f->place.run & MK_LAP ? 1 : 0)) {}
+            mk_aside_await(d->sh, f);
         else
             mk_mla_queries_one(d, m, f, &asked, item.h0, item.heads, NH > 1);
         mk_sync();

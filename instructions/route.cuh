@@ -34,15 +34,11 @@ MK_DEV uint64_t mk_logit_look(const mk_logits *l, uint32_t i)
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(l->word + i) : "memory");
     return v;
 }
-MK_DEV bool mk_logit_there(const mk_logits *l, uint64_t q)
-{
-    return mk_sums_count(q) == l->addends;
-}
 /* Waits for logit i, of which q is an earlier look; norm: 1/rms of its row. */
 MK_DEV float mk_logit_wait(const mk_logits *l, uint32_t i, uint32_t row, uint64_t q, float norm)
 {
     uint32_t looks = 0;
-    while (!mk_logit_there(l, q) && mk_still_waiting(++looks, 1, row, i, mk_sums_count(q))) q = mk_logit_look(l, i);
+    while (mk_sums_count(q) != l->addends && mk_still_waiting(++looks, 1, row, i, mk_sums_count(q))) q = mk_logit_look(l, i);
     mk_waited(looks);
     return __fmul_rn(mk_sum_value(q, l->addends), norm);
 }

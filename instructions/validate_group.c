@@ -216,7 +216,7 @@ static int check_all_sums(mk_check *c)
     uint8_t *seen = malloc((size_t)c->i->n_insn + c->i->workers + 1);
     int rc = seen ? MK_OK : mk_fail(c->err, MK_E_SYSTEM, "validator: out of memory");
     for (uint32_t v = 0; v < c->i->n_vec && !rc; v++)
-        for (uint32_t k = 0; c->p->vec[v].scope == MK_BULK && c->p->vec[v].flags & MK_VEC_SUMS && k < c->p->vec[v].pubs && !rc; k++) rc = check_sums(c, v, k, seen);
+        for (uint32_t k = 0; mk_vec_sums(&c->p->vec[v]) && k < c->p->vec[v].pubs && !rc; k++) rc = check_sums(c, v, k, seen);
     free(seen);
     return rc;
 }

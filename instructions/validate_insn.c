@@ -461,7 +461,7 @@ static int check_gqa(mk_check *c, uint32_t x, const mk_gqa *g)
 static int is_sums(mk_check *c, uint32_t x, uint32_t vec, uint32_t values)
 {
     const mk_vec *v = &c->p->vec[vec];
-    if (v->scope != MK_BULK || !(v->flags & MK_VEC_SUMS)) return mk_refuse(c, x, "expected %s to be bulk sums", v->name);
+    if (!mk_vec_sums(v)) return mk_refuse(c, x, "expected %s to be bulk sums", v->name);
     if (v->width != mk_sums_bytes(values)) return mk_refuse(c, x, "sums of %u values need %llu bytes, %s has %u", values, (ull)mk_sums_bytes(values), v->name, v->width);
     return MK_OK;
 }

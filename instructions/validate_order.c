@@ -252,7 +252,7 @@ static int play(mk_order *o, uint32_t *cur, uint32_t *end, mk_pub_clock *pc, uin
                 uint32_t id, n = members_of_wait(c, x, k, &m, &id);
                 if (!n) continue;
                 const mk_wait *wt = &in->wait[k];
-                if (step == STEPS - 1 && c->p->vec[wt->vec].scope == MK_BULK && c->p->vec[wt->vec].flags & MK_VEC_SUMS && (rc = check_looks(o, x, wt->vec, wt->pub, clock))) return rc;
+                if (step == STEPS - 1 && mk_vec_sums(&c->p->vec[wt->vec]) && (rc = check_looks(o, x, wt->vec, wt->pub, clock))) return rc;
                 mk_slices part[3] = {{0, n}};
                 uint32_t parts = whole_only(c, x, k) ? 1 : mk_looks_at(c, x, k, part);
                 for (const mk_slices *s = part; s < part + parts; s++)

@@ -55,10 +55,6 @@ MK_DEV uint32_t mk_spot_word(const mk_spot *s, uint4 q)
 {
     return s->word == 0 ? q.x : s->word == 1 ? q.y : q.z;
 }
-MK_DEV float mk_spot_f32(const mk_spot *s, uint4 q)
-{
-    return __uint_as_float(mk_spot_word(s, q));
-}
 MK_DEV float mk_spot_bf16(const mk_spot *s, uint4 q)
 {
     return __uint_as_float(__byte_perm(mk_spot_word(s, q), 0, s->half));

@@ -581,6 +581,11 @@ MK_DEV void mk_sync(void)
     asm volatile("bar.sync 1, %0;" ::"n"(MK_COMPUTE) : "memory");
 }
 
+/* An instruction with MK_AWAITS waits for what is done aside. */
+MK_DEV void mk_aside_await(const mk_shared *sh, const mk_fed *f)
+{
+    while (!mk_mbar_try(mk_smem(&sh->aside_done), f->place.run & MK_LAP ? 1 : 0)) {}
+}
 /* Waits for the instruction behind which the warps aside begin. */
 MK_DEV void mk_aside_after(const mk_shared *sh, uint32_t n)
 {

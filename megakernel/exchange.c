@@ -163,5 +163,5 @@ void mk_exchange_reset(const mk_program *p, mk_memory *mem, uint32_t epoch0)
     mk_exchange_sweep(p, mem, epoch0, 0);
     memset(mem->counter, 0, (size_t)p->info.n_counter * sizeof *mem->counter);
     for (uint32_t v = 0; v < p->info.n_vec; v++)
-        if (p->vec[v].scope == MK_BULK && p->vec[v].flags & MK_VEC_SUMS) memset(mem->bulk + p->vec[v].offset, 0, p->vec[v].width);
+        if (mk_vec_sums(&p->vec[v])) memset(mem->bulk + p->vec[v].offset, 0, p->vec[v].width);
 }

@@ -325,16 +325,30 @@ static mk_seg tape_seg(const mk_gpu *g, const mk_insn *in, uint64_t tape)
     return s;
 }
 
+/* Stages of a segment that has `per` K blocks in each. */
+static uint32_t stages_of(const mk_seg *s, uint32_t per)
+{
+    return (s->nkb + per - 1) / per;
+}
+
+/* A description of nothing but the ROUTE that is to be waited for; NULL: of nothing. */
+static mk_seg routed_seg(const mk_gpu *g, const mk_insn *route)
+{
+    mk_seg s;
+    memset(&s, 0, sizeof s);
+    if (!route) return s;
+    s.flags = MK_SEG_ROUTED;
+    s.route = (uint32_t)g->prog->vec[route->signal_vec].offset;
+    return s;
+}
+
 /* EXPERT_UP, EXPERT_DOWN. route: the ROUTE of its queue that is to be waited for, NULL: none. */
 static mk_seg expert_seg(const mk_gpu *g, const mk_insn *in, const mk_insn *route)
 {
     const mk_expert *e = &in->expert;
     const uint32_t up = in->opcode == MK_OP_EXPERT_UP, most = rows_of(in), less = up && e->inter >= e->T ? 2u * (e->inter / e->T) : most;
     uint32_t nkb;
-    mk_seg s;
-    memset(&s, 0, sizeof s);
-    s.flags = route ? MK_SEG_ROUTED : 0;
-    s.route = route ? (uint32_t)g->prog->vec[route->signal_vec].offset : 0;
+    mk_seg s = routed_seg(g, route);
     s.base = e->base;
     s.stride = e->expert_stride;
     s.slice_stride = e->slice_stride;
@@ -348,7 +362,7 @@ static mk_seg expert_seg(const mk_gpu *g, const mk_insn *in, const mk_insn *rout
     s.per_most = (uint8_t)kblocks_of(&g->args.ring, in, most, &nkb);
     s.per_less = (uint8_t)kblocks_of(&g->args.ring, in, less, &nkb);
     s.nkb = (uint16_t)nkb;
-    s.blank = !up && (s.nkb + s.per_most - 1) / s.per_most % MK_GROUPS;
+    s.blank = !up && stages_of(&s, s.per_most) % MK_GROUPS;
     return s;
 }
 
@@ -356,7 +370,7 @@ static mk_seg expert_seg(const mk_gpu *g, const mk_insn *in, const mk_insn *rout
 static mk_tile down_tile(const mk_insn *in, const mk_seg *s)
 {
     const mk_expert *e = &in->expert;
-    const mk_tile t = {e->wtype, e->n, s->nkb, s->per_most, (s->nkb + s->per_most - 1u) / s->per_most + s->blank, 1, e->nseg, e->phase, 1};
+    const mk_tile t = {e->wtype, e->n, s->nkb, s->per_most, stages_of(s, s->per_most) + s->blank, 1, e->nseg, e->phase, 1};
     return t;
 }
 
@@ -438,14 +452,14 @@ static uint32_t queries_table(const mk_program *p, const mk_insn *in, uint32_t *
 
 #include "megakernel/plans.cuh"
 
-/* A ROUTE that nothing behind it goes by: somebody has to wait for it all the same. */
-static mk_seg route_seg(const mk_gpu *g, const mk_insn *route)
+/* Nothing further goes by a ROUTE: `last`, which was the last to do so, releases it. One that nothing went by (route) somebody has to wait for all the same. */
+static void release(const mk_gpu *g, const mk_insn *route, mk_seg *last, mk_seg *seg, uint32_t *n_seg)
 {
-    mk_seg s;
-    memset(&s, 0, sizeof s);
-    s.flags = MK_SEG_ROUTED | MK_SEG_RELEASES;
-    s.route = (uint32_t)g->prog->vec[route->signal_vec].offset;
-    return s;
+    if (route) {
+        last = &seg[(*n_seg)++];
+        *last = routed_seg(g, route);
+    }
+    if (last) last->flags |= MK_SEG_RELEASES;
 }
 
 /* Type of the weights that the next EXPERT_UP before `end` has; any will do where there is none. */
@@ -478,8 +492,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
             const uint64_t tape = p->tape_base[w % workers];
             switch (in->opcode) {
             case MK_OP_ROUTE:
-                if (route) seg[n_seg++] = route_seg(g, route);
-                if (last) last->flags |= MK_SEG_RELEASES;
+                release(g, route, last, seg, &n_seg);
                 last = NULL;
                 route = in;
                 rc = plan_of(g, in, NULL, experts_of(insn, k, queue[w + 1]), &keys, &plan[k], err);
@@ -510,8 +523,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
                 route = NULL;
             }
         }
-        if (route) seg[n_seg++] = route_seg(g, route);
-        if (last) last->flags |= MK_SEG_RELEASES;
+        release(g, route, last, seg, &n_seg);
         if (!rc) asides(insn, plan, queue[w], queue[w + 1]);
         first[w + 1] = n_seg;
     }
@@ -804,7 +816,7 @@ static cudaError_t reset_sums(mk_gpu *g)
     const mk_program *p = g->prog;
     cudaError_t e = cudaSuccess;
     for (uint32_t v = 0; v < p->info.n_vec && !e; v++)
-        if (p->vec[v].scope == MK_BULK && p->vec[v].flags & MK_VEC_SUMS) e = cudaMemset(g->args.bulk + p->vec[v].offset, 0, p->vec[v].width);
+        if (mk_vec_sums(&p->vec[v])) e = cudaMemset(g->args.bulk + p->vec[v].offset, 0, p->vec[v].width);
     return e;
 }
 

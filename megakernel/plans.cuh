@@ -50,7 +50,7 @@ static void router_plan(const mk_insn *in, const mk_seg *s, mk_plan *plan, uint3
 {
     const mk_insn *v = in - 1;
     const mk_wait *w = &in->wait[0];
-    plan->tile = (mk_tile){MK_W_BF16, in->router.n, s->nkb, s->per_most, (s->nkb + s->per_most - 1u) / s->per_most, 1, 0, 0, MK_SHIFT_ALL};
+    plan->tile = (mk_tile){MK_W_BF16, in->router.n, s->nkb, s->per_most, stages_of(s, s->per_most), 1, 0, 0, MK_SHIFT_ALL};
     if (!n || v->opcode != MK_OP_GEMV || !MK_IS_ONE(plan[-1].one) || v->signal_vec != w->vec || v->signal_pub != w->pub || v->signal_slice != w->slice0) return;
     plan[-1].end |= MK_END_NEAR;
     plan->end |= MK_END_NEAR;
@@ -102,9 +102,9 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_seg *s, uint32_t
     p.inv_k = 1.0f / (float)(p.x.norm_group ? p.x.norm_group : p.x.k);
     p.head_shift = MK_NO_NORM;
     if (up) {
-        const mk_tile t = {wtype, s->most, s->nkb, s->per_most, (s->nkb + s->per_most - 1u) / s->per_most, 2, e->nseg, 0, 1};
+        const mk_tile t = {wtype, s->most, s->nkb, s->per_most, stages_of(s, s->per_most), 2, e->nseg, 0, 1};
         p.tile = t;
-        p.less = MK_STAGES_WORD(s->per_less, (s->nkb + s->per_less - 1u) / s->per_less);
+        p.less = MK_STAGES_WORD(s->per_less, stages_of(s, s->per_less));
         p.magic = s->magic;
     } else if (!route) {
         mk_tile *t = &p.tile;
@@ -113,7 +113,7 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_seg *s, uint32_t
         t->rows = rows_of(in);
         t->nkb = s->nkb;
         t->per = s->per_most;
-        t->nst = (s->nkb + t->per - 1u) / t->per;
+        t->nst = stages_of(s, t->per);
         t->nseg = lm ? l->nseg : v->nseg;
         t->phase = lm ? l->phase : v->phase;
         t->shift = mk_scale_shift(lm ? l->scale_k : v->scale_k);

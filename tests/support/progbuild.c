@@ -366,7 +366,7 @@ static void vectors(builder *b, const pb_config *c, const char *layers)
     }
     if (strchr(layers, 'f')) packet(b, "ffn", act, FFN, A);
     if (strpbrk(layers, "es")) {
-        bulk(b, "router", (uint32_t)mk_sums_bytes(EXPERTS), A);
+        bulk(b, "router", mk_sums_bytes(EXPERTS), A);
         b->p->vec[V(b, "router")].flags = MK_VEC_SUMS;
         local(b, "route", sizeof(mk_routes));
         mk_program *p = b->p;
