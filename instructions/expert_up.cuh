@@ -66,7 +66,7 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
             for (uint32_t p = p0; p < p1; p++) mask |= 1u << pairs->row[p];
             const mk_tile t = mk_up_tile(&f->plan, &s);
             const uint32_t at = ring.at;
-            const mk_accs acc = mk_product<FORM>(MK_FAULT_EXPERT, &ring, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), nrows, MK_NO_NORM, mk_no_sum());
+            const mk_accs acc = mk_product<FORM, false>(MK_FAULT_EXPERT, &ring, &t, 0, t.nst, x, mk_row_stride(f->plan.x.k), nrows, MK_NO_NORM, mk_no_sum());
             mk_parts_put(d, d->sh->red + cols * MK_PARTS(1), t.rows, at, mask, &acc);
             mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
             cols += p1 - p0;
@@ -106,6 +106,7 @@ template <uint32_t WAYS> MK_DEV float mk_up_value(uint32_t at, uint32_t to_up, f
  * the products are there: a row's choices are the union's experts in that order, so a slice has the number of its packets. */
 template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
 {
+    if (!mk_is_staged(mk_fed_of(in))) in = mk_insn_at(mk_stage_input(in, true, 0, mk_fed_of(in)->plan.x.k)); /* by ROUTE, mostly */
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
@@ -114,7 +115,6 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
     const uint32_t all = routes->n_union * by_T.n, units = mk_units(f->plan.tile.rows / 2), turn = d->memo->turn;
     const uint32_t slot = units == 1 ? d->warp : units == 2 ? d->warp / 2 : mk_small_quot(d->warp, units), group = d->warp - slot * units; /* of the warp's first unit */
     const uint32_t red = mk_smem(d->sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
-    mk_stage_input(in, true, 0, f->plan.x.k);
     mk_trace_input(d);
 
     mk_next ring = d->memo->next;
@@ -135,7 +135,7 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
             uint32_t part = mk_part_at(red + n * (4 * MK_PARTS(1)), t.rows, ring.at);
             mk_keep(&part);
             const mk_lap lap = d->sh->lap;
-            const mk_way way = mk_way_of<FORM == MK_X_F16>(&t, ring.at, lap.scales);
+            const mk_way way = mk_way_of<FORM == MK_X_F16>(&t, ring.at);
             mk_product_one<FORM>(MK_FAULT_EXPERT, &ring, &t, mk_uniform(mk_tiles_of(t.rows)), &way, &lap, x, mk_row_stride(f->plan.x.k), MK_NO_NORM, part, d->lane);
             mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
         }

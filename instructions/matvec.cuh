@@ -393,11 +393,35 @@ MK_DEV bool mk_map_used(uint32_t m)
 {
     return MK_MAP_VALUES(m) || MK_MAP_TRAILER(m) < 3;
 }
-/* One row of h, its packets dealt, for ROUTE and EXPERT_UP, and for LM_HEAD. */
-template <uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_one(const mk_insn *in)
+/* Whether the vector of wait 0 is staged as the instruction wants it. */
+MK_DEV bool mk_is_staged(const mk_fed *f)
+{
+    const mk_shared *sh = mk_sh();
+    const mk_memo *memo = &sh->memo[threadIdx.x / 32];
+    return mk_uniform(memo->staged == f->plan.key && memo->step == sh->step.seq);
+}
+/* Stages wait 0's vector, of one row whose packets are dealt, unless it is staged. All compute threads call it; no barrier behind it yet. A function a form and prologue, and not part of
+ * who multiplies: GEMVs, ROUTE and LM_HEAD gather alike, and code is larger than the caches. Returns mk_smem of its argument, which nobody has to keep over the call. */
+template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL uint32_t mk_gather_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
-    mk_take<true, FORM, PRO>(d, in, d->memo->parity);
+    const mk_plan *p = &mk_fed_of(in)->plan;
+    mk_memo *memo = d->memo;
+    const uint32_t step = d->sh->step.seq, parity = memo->parity ^ 1; /* sums and scales of the vector before may still be read */
+    if (mk_is_staged(mk_fed_of(in))) return mk_smem(in);
+    __syncwarp();
+    if (d->lane == 0) {
+        memo->staged = p->key;
+        memo->step = step;
+        memo->parity = parity;
+    }
+    mk_take<F32, FORM, PRO>(d, in, parity);
+    return mk_smem(in);
+}
+/* Such a vector with an RMS norm: h. */
+MK_DEV uint32_t mk_gather_rms(const mk_insn *in)
+{
+    return mk_fed_of(in)->plan.x.form == MK_X_F16 ? mk_gather_one<true, MK_X_F16, MK_ONE_RMS>(in) : mk_gather_one<true, MK_X_BF16, MK_ONE_RMS>(in);
 }
 MK_DEV bool mk_is_whole(const mk_plan *p, uint32_t nrows)
 {
@@ -618,8 +642,8 @@ MK_DEV void mk_gather(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
 }
 
 /* Stages values [c0, c0 + n) of wait 0's vector; whole: that is all of it, which stays for instructions that read the same vector in the same way. All compute
- * threads call it, and may read the staging area then. */
-MK_DEV void mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint32_t n)
+ * threads call it, and may read the staging area then. Returns mk_smem of its argument. */
+MK_CALL uint32_t mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint32_t n)
 {
     mk_shared *sh = mk_sh();
     const mk_plan *p = &mk_fed_of(in)->plan;
@@ -627,24 +651,28 @@ MK_DEV void mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint32_t 
     const uint32_t step = sh->step.seq;
     if (whole && memo->staged == p->key && memo->step == step) {
         if (sh->step.nrows > MK_MAX_ROWS / 2) mk_sync(); /* the product before is read: mk_red_base has but one place for so many rows */
-        return;
+        return mk_smem(in);
+    }
+    if (sh->step.nrows == 1 && p->dealt) {
+        uint32_t at;
+        if (p->dealt == 1)
+            at = mk_gather_rms(in);
+        else
+            at = p->x.form == MK_X_F16 ? mk_gather_one<true, MK_X_F16, MK_ONE_FAR>(in) : mk_gather_one<true, MK_X_BF16, MK_ONE_FAR>(in);
+        mk_sync();
+        return at;
     }
     if (c0) mk_sync(); /* the chunk before is consumed */
     __syncwarp();
     if (threadIdx.x % 32 == 0 && !c0) {
         memo->staged = whole ? p->key : 0;
         memo->step = step;
-        memo->parity ^= 1; /* sums and scales of the vector before may still be read */
+        memo->parity ^= 1;
     }
     __syncwarp();
-    const uint32_t dealt = sh->step.nrows == 1 ? p->dealt : 0;
-    if (dealt == 1)
-        p->x.form == MK_X_F16 ? mk_gather_one<MK_X_F16, MK_ONE_RMS>(in) : mk_gather_one<MK_X_BF16, MK_ONE_RMS>(in);
-    else if (dealt)
-        p->x.form == MK_X_F16 ? mk_gather_one<MK_X_F16, MK_ONE_FAR>(in) : mk_gather_one<MK_X_BF16, MK_ONE_FAR>(in);
-    else
-        mk_gather(in, c0, n, c0 != 0);
+    mk_gather(in, c0, n, c0 != 0);
     mk_sync();
+    return mk_smem(in);
 }
 
 /* By a warp: the bf16 values at [at, end), a lane's eight every `step` bytes, become f16 where they lie. Returns the inverse of the power of two that they were multiplied by. */
@@ -765,7 +793,7 @@ template <uint32_t NT> MK_DEV void mk_part_put(uint32_t at, uint32_t lane, const
 template <uint32_t FORM, uint32_t NT>
 MK_DEV void mk_product_put(uint32_t kind, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t x, uint32_t stride, uint32_t head_shift, uint32_t part, uint32_t lane)
 {
-    const mk_accs acc = mk_product_as<FORM, NT, true>(kind, slot, t, y, lap, 0, t->nst, x, stride, 1, head_shift, mk_no_sum());
+    const mk_accs acc = mk_product_as<FORM, NT, true, false>(kind, slot, t, y, lap, 0, t->nst, x, stride, 1, head_shift, mk_no_sum());
     mk_part_put<NT>(part, lane, &acc);
 }
 template <uint32_t FORM>
@@ -891,7 +919,7 @@ template <uint32_t FORM> MK_CALL void mk_static_product(const mk_insn *in)
         for (uint32_t k = 0; k < MK_TILES; k++) acc.tile[k] = mk_sums_at(d)[k];
         mk_sync(); /* a warp without work would put its part there at once */
     }
-    acc = mk_product<FORM>(MK_FAULT_TAPE, &slot, &t, c.s0, c.s1, mk_smem(d->sh->staging), mk_row_stride(mk_chunk_values(p, &c)), nrows, p->head_shift, acc);
+    acc = mk_product<FORM, true>(MK_FAULT_TAPE, &slot, &t, c.s0, c.s1, mk_smem(d->sh->staging), mk_row_stride(mk_chunk_values(p, &c)), nrows, p->head_shift, acc);
     mk_ring_pass(d, &slot);
     if (c.last) {
         mk_red_put(d, mk_red_base(d), &t, at - c.s0, nrows, &acc);

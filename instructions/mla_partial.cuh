@@ -265,12 +265,11 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
         const uint32_t packet[1] = {MK_TURN_PACKET(turn)};
         uint4 x[1] = {};
         mk_packets_wait<1, true>(f->place.in[1], packet, turn != 0, f->place.epoch[1], 1, 0, 0, x);
-        const uint32_t word[3] = {x[0].x, x[0].y, x[0].z};
-#pragma unroll
-        for (uint32_t j = 0; j < 3; j++) {
-            const uint32_t p = MK_TURN_PAIR(turn) + j;
-            if (j >= MK_TURN_PAIRS(turn) || p >= m->rope / 2u) continue;
-            float a = __uint_as_float(word[j] << 16), b = __uint_as_float(word[j] & 0xffff0000u);
+#pragma unroll 1
+        for (uint32_t j = 0; j < MK_TURN_PAIRS(turn); j++) {
+            const uint32_t p = MK_TURN_PAIR(turn) + j, word = j == 0 ? x[0].x : j == 1 ? x[0].y : x[0].z;
+            if (p >= m->rope / 2u) continue;
+            float a = __uint_as_float(word << 16), b = __uint_as_float(word & 0xffff0000u);
             if (m->rotary) {
                 const float y = a, s = sh->angle[p].x, c = sh->angle[p].y;
                 a = mk_add(mk_mul(y, c), -mk_mul(b, s));

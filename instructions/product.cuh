@@ -186,52 +186,48 @@ MK_DEV void mk_keep(uint32_t *x)
     asm volatile("" : "+r"(*x));
 }
 
-/* A warp's part of a segment's product: what does not depend on what is multiplied, nor on the number of tiles, so that it can be known before the vector is there. */
+/* The same of the rows that a lane has of its warp's tiles, row, row + 8, row + 16 ...: two bits each, which are a quarter of what mk_scale_of says. A half's rows lie in two scale rows at
+ * most, so that three rows are where the next one begins; nothing is asked of those behind the last. */
+MK_DEV uint32_t mk_scale_from(uint32_t begin, uint32_t row)
+{
+    return 0x55555555u << ((min(max(begin, row), row + 8 * 2 * MK_TILES) - row + 7) >> 3) * 2;
+}
+MK_DEV uint32_t mk_scale_places(const mk_tile *t, uint32_t row)
+{
+    const uint32_t none = row + 8 * 2 * MK_TILES, half = t->halves == 2 ? t->rows / 2 : none, cut = MK_SCALE_ROWS - t->phase;
+    const bool two = t->nseg > 1;
+    return mk_scale_from(two ? min(cut, half) : none, row) + mk_scale_from(half, row) + mk_scale_from(two ? half + cut : none, row);
+}
+static_assert(MK_SIDE_ROWS <= MK_SCALE_ROWS && 2 * 2 * MK_TILES <= 16, "mk_scale_places");
+
+/* A warp's part of a segment's product: what does not depend on what is multiplied, nor on the number of tiles. */
 typedef struct mk_way {
     uint32_t first;               /* stage: how many after the ring's next */
     uint32_t way, ways;           /* of the K blocks of a stage */
-    uint32_t row_at;              /* of ldmatrix, in a K block: chunk lane / 16, row lane % 16 of the warp's first tile */
+    uint32_t row0, row_at;        /* the warp's first row, and of ldmatrix, in a K block: chunk lane / 16, row lane % 16 of its first tile */
     uint32_t kb_bytes, scale_row; /* from K block to K block; from scale row to scale row */
-    uint32_t c[2 * MK_TILES];     /* FP8: where the scales of its tiles' upper and lower rows are, from a scale row on */
+    uint32_t places;              /* FP8: mk_scale_places */
 } mk_way;
-/* BY_ROW: there may be a scale a row. */
-template <bool FP8, bool BY_ROW = false> MK_DEV mk_way mk_way_of(const mk_tile *t, uint32_t at, uint32_t scales)
+template <bool FP8> MK_DEV mk_way mk_way_of(const mk_tile *t, uint32_t at)
 {
     const uint32_t rows = t->rows, warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = warp % MK_GROUP_WARPS;
-    const bool sides = rows > MK_SIDE_ROWS;
-    const uint32_t half = t->halves == 2 ? rows / 2 : rows, row0 = sides ? (member >> 1) * MK_SIDE_ROWS : 0;
     mk_way w;
     w.first = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1);
     w.ways = mk_ways(rows);
     w.way = member & (w.ways - 1);
-    w.row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16;
+    w.row0 = rows > MK_SIDE_ROWS ? (member >> 1) * MK_SIDE_ROWS : 0;
+    w.row_at = (lane >> 4) * rows * 16 + (w.row0 + (lane & 15)) * 16;
     w.kb_bytes = rows * MK_KBLOCK_BYTES;
     w.scale_row = (t->halves == 2 ? 8 : 4) * t->nseg;
-    if (FP8 && BY_ROW && t->shift == MK_SHIFT_ALL) {
-#pragma unroll
-        for (uint32_t i = 0; i < 2 * MK_TILES; i++) w.c[i] = 4 * min(row0 + 8 * i + (lane >> 2), rows - 1) - scales;
-    } else if (FP8 && t->nseg > 1) {
-#pragma unroll
-        for (uint32_t i = 0; i < 2 * MK_TILES; i++) w.c[i] = mk_scale_of(row0 + 8 * i + (lane >> 2), rows, half, t->nseg, t->phase) - scales;
-    } else { /* a scale for all rows of a half */
-        const uint32_t upper = t->halves == 2 ? half - min(half, row0 + (lane >> 2)) : 8 * 2 * MK_TILES;
-#pragma unroll
-        for (uint32_t i = 0; i < 2 * MK_TILES; i++) w.c[i] = (8 * i >= upper ? 4 : 0) - scales;
-    }
+    w.places = FP8 ? mk_scale_places(t, w.row0 + (lane >> 2)) : 0;
     return w;
-}
-MK_DEV void mk_way_keep(mk_way *w)
-{
-    mk_keep(&w->first), mk_keep(&w->ways), mk_keep(&w->way), mk_keep(&w->row_at), mk_keep(&w->kb_bytes), mk_keep(&w->scale_row);
-#pragma unroll
-    for (uint32_t i = 0; i < 2 * MK_TILES; i++) mk_keep(&w->c[i]);
 }
 
 /* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what
  * stands at shared address x, which says where in the staging area and so where its factors are. cols: staged rows, `stride` bytes apart; planes follow at cols * stride.
- * ONE: cols is 1. kind: MK_FAULT_TAPE, MK_FAULT_EXPERT: whose weights these are.
+ * ONE: cols is 1. BY_ROW: there may be a scale a row. kind: MK_FAULT_TAPE, MK_FAULT_EXPERT: whose weights these are.
  * A taken branch costs a warp some 20 clocks, a barrier's answer 50: the next stage is asked for, and where its K block is worked out, before this one's is multiplied. */
-template <uint32_t FORM, uint32_t NT, bool ONE>
+template <uint32_t FORM, uint32_t NT, bool ONE, bool BY_ROW>
 MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, const mk_way *y, const mk_lap *lap, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift,
                              mk_accs acc)
 {
@@ -248,6 +244,12 @@ MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, con
     uint32_t k = kb + ((y->way - turn) & (ways - 1)), end = min(kb + per, nkb);    /* the warp's, of the stage: it may have none */
     bool there = mk_mbar_test(slot->bar, slot->phase);
     const uint32_t none = lap->none;
+    uint32_t c[2 * NT]; /* FP8: where the scales of the tiles' upper and lower rows are, from a scale row on */
+#pragma unroll
+    for (uint32_t i = 0; FP8 && i < 2 * NT; i++) {
+        c[i] = (BY_ROW && t->shift == MK_SHIFT_ALL ? 4 * min(y->row0 + 8 * i + (lane >> 2), rows - 1) : (i ? y->places >> 2 * i - 2 : y->places << 2) & 12) - lap->scales;
+        mk_keep(&c[i]);
+    }
     const auto next_stage = [&](uint32_t last) {
         mk_stage_leave(slot->bar + MK_EMPTY, lane, last, none);
         mk_next_move(slot, lap);
@@ -280,7 +282,7 @@ MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, con
                 const uint32_t scale = stage + (k + to >> shift) * y->scale_row;
                 v[u][0] = mk_ldx_f16(xu), v[u][1] = mk_ldx_f16(xu + 64);
 #pragma unroll
-                for (uint32_t i = 0; i < 2 * NT; i++) f[u][i] = mk_lds(scale + y->c[i]);
+                for (uint32_t i = 0; i < 2 * NT; i++) f[u][i] = mk_lds(scale + c[i]);
             } else {
 #pragma unroll
                 for (uint32_t p = 0; p < X; p++) v[u][p] = mk_ldx_bf16(xu + p * plane);
@@ -337,21 +339,22 @@ MK_DEV uint32_t mk_tiles_of(uint32_t rows)
 {
     return (min(rows, MK_SIDE_ROWS) + 15) / 16;
 }
-template <uint32_t FORM, bool ONE>
+template <uint32_t FORM, bool ONE, bool BY_ROW>
 MK_DEV mk_accs mk_product_of(uint32_t kind, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
     const mk_lap lap = mk_sh()->lap;
-    const mk_way y = kind == MK_FAULT_TAPE ? mk_way_of<FORM == MK_X_F16, true>(t, slot->at, lap.scales) : mk_way_of<FORM == MK_X_F16>(t, slot->at, lap.scales);
+    const mk_way y = mk_way_of<FORM == MK_X_F16>(t, slot->at);
     const uint32_t tiles = mk_uniform(mk_tiles_of(t->rows));
-    if (tiles == 1) return mk_product_as<FORM, 1, ONE>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
-    if (tiles == 2) return mk_product_as<FORM, 2, ONE>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
-    if (tiles == 3) return mk_product_as<FORM, 3, ONE>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
-    return mk_product_as<FORM, 4, ONE>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 1) return mk_product_as<FORM, 1, ONE, BY_ROW>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 2) return mk_product_as<FORM, 2, ONE, BY_ROW>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    if (tiles == 3) return mk_product_as<FORM, 3, ONE, BY_ROW>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
+    return mk_product_as<FORM, 4, ONE, BY_ROW>(kind, slot, t, &y, &lap, s0, s1, x, stride, cols, head_shift, acc);
 }
-template <uint32_t FORM>
+template <uint32_t FORM, bool BY_ROW>
 MK_DEV mk_accs mk_product(uint32_t kind, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)
 {
-    return cols == 1 ? mk_product_of<FORM, true>(kind, slot, t, s0, s1, x, stride, cols, head_shift, acc) : mk_product_of<FORM, false>(kind, slot, t, s0, s1, x, stride, cols, head_shift, acc);
+    return cols == 1 ? mk_product_of<FORM, true, BY_ROW>(kind, slot, t, s0, s1, x, stride, cols, head_shift, acc)
+                     : mk_product_of<FORM, false, BY_ROW>(kind, slot, t, s0, s1, x, stride, cols, head_shift, acc);
 }
 MK_DEV mk_accs mk_no_sum(void)
 {

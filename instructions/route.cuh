@@ -1,5 +1,6 @@
-/* ROUTE on the device: h has been staged (kernel.cu), so that its norm is known; a thread an expert waits for its logit and scores it, a warp a row chooses. Semantics: route.c. Also lists the (expert, row) pairs for
- * EXPERT_DOWN and tells the loader, whose weights everybody waits for: what happens between the last logit and the first expert counts for all. */
+/* ROUTE on the device: h has been staged (kernel.cu), so that its norm is known behind the first barrier; a thread an expert waits for its logit and scores it, a warp a row chooses.
+ * Semantics: route.c. Also lists the (expert, row) pairs for EXPERT_DOWN and tells the loader, whose weights everybody waits for: what happens between the last logit and the first
+ * expert counts for all. */
 #ifndef MK_ROUTE_CUH
 #define MK_ROUTE_CUH
 
@@ -417,7 +418,6 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
     mk_routes *out = (mk_routes *)mk_local_at(d, d->in->signal_vec);
     mk_route_list *x = (mk_route_list *)d->sh->red;
     const mk_logits logits = mk_logits_of(d, e);
-    const float norm = mk_row_factor(d, &mk_fed_of(d->in)->plan, 0);
     uint64_t q[PER] = {};
     float bias[PER] = {};
 #pragma unroll
@@ -430,7 +430,8 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
         mk_stage_wait(mk_smem(&d->sh->route_empty), d->memo->route_parity ^ 1, MK_FAULT_ROUTE);
         d->memo->route_parity ^= 1;
     }
-    mk_sync(); /* the reduction area and what the last layer's route left are free */
+    mk_sync(); /* h is staged; the reduction area and what the last layer's route left are free */
+    const float norm = mk_row_factor(d, &mk_fed_of(d->in)->plan, 0);
     uint32_t key[PER];
     float s[PER];
 #pragma unroll

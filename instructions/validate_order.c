@@ -6,7 +6,7 @@
  * Reuse: a PACKET vector has two halves, so publication e + 2 overwrites e; a BULK vector has one buffer and its counter is compared
  * by equality, so e + 1 ends e. Sums (MK_VEC_SUMS) have two halves, but who reads a publication clears the half of the one before, so that e + 1 ends e all the same; and a machine
  * may look at the words of a publication alone, which e - 2 has left full until those who read e - 1 have cleared them: whoever reads e must know that these are through before it
- * looks. The overwriting instruction must happen after every instruction that waits for e, and after those that
+ * looks, by what earlier instructions have waited for: its own other waits may not be over then. The overwriting instruction must happen after every instruction that waits for e, and after those that
  * published it. Happens-before is the transitive closure of: program order of a worker; a publication and those who wait for it; SCHEDULE
  * and every worker's first instruction of the next step. It is computed with vector clocks: for every instruction and every worker, how many
  * instructions of that worker are known to be complete, counted from the first step on. The graph repeats every step, and e reaches
@@ -247,12 +247,15 @@ static int play(mk_order *o, uint32_t *cur, uint32_t *end, mk_pub_clock *pc, uin
         for (uint32_t i = 0; i < o->n; i++) {
             uint32_t x = o->order[i], w = c->owner[x], *clock = cur + (size_t)w * W, vec[2], pub[2];
             const mk_insn *in = &c->p->insn[x];
+            for (uint32_t k = 0; k < in->nwait && step == STEPS - 1; k++) { /* before its other waits are over */
+                const uint32_t *m = NULL;
+                uint32_t id;
+                if (members_of_wait(c, x, k, &m, &id) && mk_vec_sums(&c->p->vec[in->wait[k].vec]) && (rc = check_looks(o, x, in->wait[k].vec, in->wait[k].pub, clock))) return rc;
+            }
             for (uint32_t k = 0; k < in->nwait; k++) {
                 const uint32_t *m = NULL;
                 uint32_t id, n = members_of_wait(c, x, k, &m, &id);
                 if (!n) continue;
-                const mk_wait *wt = &in->wait[k];
-                if (step == STEPS - 1 && mk_vec_sums(&c->p->vec[wt->vec]) && (rc = check_looks(o, x, wt->vec, wt->pub, clock))) return rc;
                 mk_slices part[3] = {{0, n}};
                 uint32_t parts = whole_only(c, x, k) ? 1 : mk_looks_at(c, x, k, part);
                 for (const mk_slices *s = part; s < part + parts; s++)

@@ -30,6 +30,7 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 #define MK_STAGE_LEAST    8192u  /* of weights: one K block of any segment */
 #define MK_STAGES         8u     /* of the ring: an even number */
 #define MK_PACE           2u     /* stages under way at once before an instruction's product has begun: kernel.cu, feed_begin */
+#define MK_ROUTED_LATER   300u   /* ns: so long the loader leaves memory to EXPERT_UP's code, which would stand behind the experts' first weights (a measurement: profiles/NOTES.md) */
 #define MK_STAGED_VALUES  2304u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
 #define MK_STAGING        (MK_MAX_ROWS * (MK_STAGED_VALUES * 2 + 64)) /* 32 of them: mk_row_stride; attention needs the others */
 #define MK_UPPER          19200u /* its upper part begins there: of those aside, in a step of one row */
@@ -672,6 +673,11 @@ MK_DEV mk_dev mk_here_by(const mk_insn *in, uint32_t tid)
 MK_DEV mk_dev mk_here(const mk_insn *in)
 {
     return mk_here_by(in, threadIdx.x);
+}
+/* An instruction by its shared address: a pointer that comes out of a call might point anywhere, and every load through it would be a generic one. */
+MK_DEV const mk_insn *mk_insn_at(uint32_t at)
+{
+    return (const mk_insn *)__cvta_shared_to_generic(at);
 }
 /* What all lanes of a warp have, in a way that the compiler knows it: a branch on it then needs no place where lanes meet again, which costs 40 clocks. */
 MK_DEV uint32_t mk_uniform(uint32_t x)

@@ -172,6 +172,7 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
         return check_segment(worker, in, err);
     case MK_OP_EXPERT_UP:
         AT_MOST("columns of an expert", MK_STAGED_VALUES, e->k);
+        AT_MOST("scale segments of half a slice", 2, e->nseg); /* mk_scale_places */
         AT_MOST("width of an expert times the square of its slices", 0xffffffffu, (uint64_t)e->inter * (e->T + 1) * e->T);
         return check_segment(worker, in, err);
     case MK_OP_EXPERT_DOWN:

@@ -57,12 +57,15 @@ MK_CALL void matrix_run(bool gemv)
         const mk_dev d = mk_here(in);                                                                                  \
         run(&d);                                                                                                       \
     }
-/* h, for its norm, for who comes next and for what is done aside meanwhile. */
+/* h, for its norm, for who comes next and for what is done aside meanwhile. If one row is dealt there is no barrier behind it: ROUTE has another before it looks. */
 MK_DEV const mk_insn *staged(const mk_insn *in)
 {
-    mk_stage_input(in, true, 0, mk_fed_of(in)->plan.x.k);
+    const mk_plan *p = &mk_fed_of(in)->plan;
+    const bool one = mk_sh()->step.nrows == 1 && p->dealt == 1;
+    const uint32_t at = one ? mk_gather_rms(in) : mk_stage_input(in, true, 0, p->x.k);
+    __syncwarp();
     if (mk_arrives(mk_tid_now() % 32)) mk_mbar_arrive(mk_smem(&mk_sh()->route_staged));
-    return under_way();
+    return mk_insn_at(at);
 }
 #define STAGED in = staged(in);
 X(mk_embed_run)
@@ -376,8 +379,8 @@ MK_DEV void trace_done(mk_shared *sh, uint32_t slot, uint32_t *noted, uint32_t *
 MK_DEV void hand_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f, uint32_t at, uint32_t after, uint32_t lane)
 {
     __syncwarp(); /* its places are there */
-#pragma unroll 1
-    for (uint32_t k = lane; k < sizeof(mk_fed) / 16; k += 32) ((uint4 *)&sh->aside)[k] = ((const uint4 *)f)[k];
+    static_assert(sizeof(mk_fed) <= 32 * 16, "16 bytes a lane");
+    if (lane < sizeof(mk_fed) / 16) ((uint4 *)&sh->aside)[lane] = ((const uint4 *)f)[lane];
     __syncwarp();
     if (lane == 0) {
         sh->aside.place.after = after;
@@ -589,14 +592,20 @@ MK_DEV mk_seg seg_at(const mk_seg *s)
     for (int i = 0; i < 3; i++) u.q[i] = __ldg((const uint4 *)s + i);
     return u.s;
 }
-/* The experts' in registers, unpacked: what lies between ROUTE's word and the first copy is on the way of the token. */
+/* A description in registers, unpacked: what lies between ROUTE's word and the first copy is on the way of the token. Names as in mk_seg. */
 typedef struct mk_slices {
     uint64_t base, stride;
-    uint32_t slice_stride, scales, magic, T, inter, nkb, rows, t, per_most, per_less, most, blank;
+    union {
+        uint32_t slice_stride, bytes;
+    };
+    union {
+        uint32_t magic, stage;
+    };
+    uint32_t scales, T, inter, nkb, rows, t, per_most, per_less, most, blank;
 } mk_slices;
-MK_DEV mk_slices slices_of(const mk_gpu_args *a, mk_seg s)
+MK_DEV mk_slices slices_of(const uint8_t *region, mk_seg s)
 {
-    mk_slices w = {(uint64_t)a->expert + s.base, s.stride, s.slice_stride, s.scales, s.magic, s.T, s.inter, s.nkb, s.rows, s.t, s.per_most, s.per_less, s.most, s.blank};
+    mk_slices w = {(uint64_t)region + s.base, s.stride, {s.slice_stride}, {s.magic}, s.scales, s.T, s.inter, s.nkb, s.rows, s.t, s.per_most, s.per_less, s.most, s.blank};
     asm volatile("" : "+l"(w.base), "+l"(w.stride)); /* now: later every instruction counts */
     mk_keep(&w.slice_stride), mk_keep(&w.scales), mk_keep(&w.magic), mk_keep(&w.T), mk_keep(&w.inter), mk_keep(&w.nkb);
     mk_keep(&w.rows), mk_keep(&w.t), mk_keep(&w.per_most), mk_keep(&w.per_less), mk_keep(&w.most), mk_keep(&w.blank);
@@ -624,12 +633,9 @@ MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
                 while ((seen = mk_flag_get(&sh->logits[seq & 3])) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !feed_leaves(&f);
                 if (!on || !(seen & 1)) continue;
             }
-            if (!s.T && !(s.flags & MK_SEG_ROUTED)) {
-                on = feed_segment(&f, a->tape + s.base, s.scales, s.bytes, s.stage);
-                continue;
-            }
-            const mk_slices w = slices_of(a, s);
-            if (MK_ONE_STEP && !waited) {
+            const bool chosen = s.T || s.flags & MK_SEG_ROUTED; /* experts' slices, if there are any; else one segment of the tape */
+            const mk_slices w = slices_of(chosen ? a->expert : a->tape, s);
+            if (MK_ONE_STEP && chosen && !waited) {
                 mk_phase_wait();
                 routes = mk_phase_routes(a);
                 n_union = routes ? routes->n_union : 0;
@@ -640,14 +646,22 @@ MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
                 on = feed_await(&f, mk_smem(&sh->route_full), parity);
                 parity ^= 1;
                 n_union = on ? routes->n_union : 0;
+                if (!MK_ONE_STEP && on && s.T)
+                    for (uint32_t since = mk_now_low(); mk_now_low() - since < MK_ROUTED_LATER;) {}
             }
             const mk_divisor by_T = {w.magic, w.T};
-            const uint32_t step = w.rows ? w.T : a->workers; /* EXPERT_DOWN: the same slice of every expert; EXPERT_UP: slices of all experts are dealt round */
-            for (uint32_t k = w.rows ? w.t : worker; k < n_union * w.T && on; k += step) {
-                const uint32_t j = mk_quot(k, by_T), t = k - j * w.T;
-                const uint32_t rows = w.rows ? w.rows : 2 * (mk_cut(t + 1, w.inter, by_T) - mk_cut(t, w.inter, by_T)), kb_bytes = rows * MK_KBLOCK_BYTES;
-                const uint8_t *segment = (const uint8_t *)(w.base + routes->expert[j] * w.stride + (uint64_t)t * w.slice_stride);
-                on = feed_segment(&f, segment, w.scales, w.nkb * kb_bytes, (rows == w.most ? w.per_most : w.per_less) * kb_bytes) && !(w.blank && !feed_blank(&f));
+            const uint32_t all = chosen ? n_union * w.T : 1, step = w.rows ? w.T : a->workers; /* EXPERT_DOWN: the same slice of every expert; EXPERT_UP: slices of all experts are dealt round */
+            for (uint32_t k = !chosen ? 0 : w.rows ? w.t : worker; k < all && on; k += step) {
+                const uint8_t *segment = (const uint8_t *)w.base;
+                uint32_t bytes = w.bytes, stage = w.stage;
+                if (chosen) {
+                    const uint32_t j = mk_quot(k, by_T), t = k - j * w.T;
+                    const uint32_t rows = w.rows ? w.rows : 2 * (mk_cut(t + 1, w.inter, by_T) - mk_cut(t, w.inter, by_T)), kb_bytes = rows * MK_KBLOCK_BYTES;
+                    segment += routes->expert[j] * w.stride + (uint64_t)t * w.slice_stride;
+                    bytes = w.nkb * kb_bytes;
+                    stage = (rows == w.most ? w.per_most : w.per_less) * kb_bytes;
+                }
+                on = feed_segment(&f, segment, w.scales, bytes, stage) && !(chosen && w.blank && !feed_blank(&f));
             }
             if (s.flags & MK_SEG_RELEASES) mk_mbar_arrive(mk_smem(&sh->route_empty)); /* the routes are read: all is issued */
         }
