@@ -4,13 +4,14 @@
  * Publications are monotone within a step, so if one order of events reaches the end, every order does.
  *
  * Reuse: a PACKET vector has two halves, so publication e + 2 overwrites e; a BULK vector has one buffer and its counter is compared
- * by equality, so e + 1 ends e. Sums (MK_VEC_SUMS) have two halves, but who reads a publication clears the half of the one before, so that e + 1 ends e all the same; and a machine
- * may look at the words of a publication alone, which e - 2 has left full until those who read e - 1 have cleared them: whoever reads e must know that these are through before it
- * looks, by what earlier instructions have waited for: its own other waits may not be over then. The overwriting instruction must happen after every instruction that waits for e, and after those that
- * published it. Happens-before is the transitive closure of: program order of a worker; a publication and those who wait for it; SCHEDULE
- * and every worker's first instruction of the next step. It is computed with vector clocks: for every instruction and every worker, how many
- * instructions of that worker are known to be complete, counted from the first step on. The graph repeats every step, and e reaches
- * back at most two steps (a vector published once a step), so checking the third step proves all.
+ * by equality, so e + 1 ends e. Sums (MK_VEC_SUMS) have two halves, but who reads a publication clears the half of the one before, so
+ * that e + 1 ends e all the same; and a machine may look at the words of a publication alone, which e - 2 has left full until those who
+ * read e - 1 have cleared them: whoever reads e must know that these are through before it looks, by what earlier instructions have
+ * waited for, since its own other waits may not be over then. The overwriting instruction must happen after every instruction that waits
+ * for e, and after those that published it. Happens-before is the transitive closure of: program order of a worker; a publication and
+ * those who wait for it; SCHEDULE and every worker's first instruction of the next step. It is computed with vector clocks: for every
+ * instruction and every worker, how many instructions of that worker are known to be complete, counted from the first step on. The graph
+ * repeats every step, and e reaches back at most two steps (a vector published once a step), so checking the third step proves all.
  * What an instruction knows after a wait is of the slices that it looks at (mk_looks_at); a wait's whole range counts as read. */
 #include "instructions/validate_internal.h"
 
