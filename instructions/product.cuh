@@ -170,6 +170,25 @@ MK_DEV uint32_t mk_scale_of(uint32_t i, uint32_t rows, uint32_t half, uint32_t n
     return ((phase + i - (second ? half : 0)) / MK_SCALE_ROWS + (second ? nseg : 0)) * 4;
 }
 
+/* The same of the rows that a lane has of its warp's tiles, row, row + 8, row + 16 ...: two bits each, which mk_scale_place reads. A half's rows lie in two scale rows at most, so that
+ * three rows are where the next one begins; nothing is asked of those behind the last. */
+MK_DEV uint32_t mk_scale_from(uint32_t begin, uint32_t row)
+{
+    return 0x55555555u << ((min(max(begin, row), row + 8 * 2 * MK_TILES) - row + 7) >> 3) * 2;
+}
+MK_DEV uint32_t mk_scale_places(const mk_tile *t, uint32_t row)
+{
+    const uint32_t none = row + 8 * 2 * MK_TILES, half = t->halves == 2 ? t->rows / 2 : none, cut = MK_SCALE_ROWS - t->phase;
+    const bool two = t->nseg > 1;
+    return mk_scale_from(two ? min(cut, half) : none, row) + mk_scale_from(half, row) + mk_scale_from(two ? half + cut : none, row);
+}
+/* Row row + 8 i's, as mk_scale_of has it. */
+MK_DEV uint32_t mk_scale_place(uint32_t places, uint32_t i)
+{
+    return (i ? places >> 2 * i - 2 : places << 2) & 12;
+}
+static_assert(MK_SIDE_ROWS <= MK_SCALE_ROWS && 2 * 2 * MK_TILES <= 16, "mk_scale_places");
+
 /* A tile's sums: part of a K block, whose upper and lower rows have scales f0 and f1 and whose two columns n0 and n1. ONE: there is no second column. */
 template <bool ONE> MK_DEV void mk_tile_add(float4 *sum, const float *part, float f0, float f1, float n0, float n1)
 {
@@ -185,20 +204,6 @@ MK_DEV void mk_keep(uint32_t *x)
 {
     asm volatile("" : "+r"(*x));
 }
-
-/* The same of the rows that a lane has of its warp's tiles, row, row + 8, row + 16 ...: two bits each, which are a quarter of what mk_scale_of says. A half's rows lie in two scale rows at
- * most, so that three rows are where the next one begins; nothing is asked of those behind the last. */
-MK_DEV uint32_t mk_scale_from(uint32_t begin, uint32_t row)
-{
-    return 0x55555555u << ((min(max(begin, row), row + 8 * 2 * MK_TILES) - row + 7) >> 3) * 2;
-}
-MK_DEV uint32_t mk_scale_places(const mk_tile *t, uint32_t row)
-{
-    const uint32_t none = row + 8 * 2 * MK_TILES, half = t->halves == 2 ? t->rows / 2 : none, cut = MK_SCALE_ROWS - t->phase;
-    const bool two = t->nseg > 1;
-    return mk_scale_from(two ? min(cut, half) : none, row) + mk_scale_from(half, row) + mk_scale_from(two ? half + cut : none, row);
-}
-static_assert(MK_SIDE_ROWS <= MK_SCALE_ROWS && 2 * 2 * MK_TILES <= 16, "mk_scale_places");
 
 /* A warp's part of a segment's product: what does not depend on what is multiplied, nor on the number of tiles. */
 typedef struct mk_way {
@@ -247,7 +252,7 @@ MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, con
     uint32_t c[2 * NT]; /* FP8: where the scales of the tiles' upper and lower rows are, from a scale row on */
 #pragma unroll
     for (uint32_t i = 0; FP8 && i < 2 * NT; i++) {
-        c[i] = (BY_ROW && t->shift == MK_SHIFT_ALL ? 4 * min(y->row0 + 8 * i + (lane >> 2), rows - 1) : (i ? y->places >> 2 * i - 2 : y->places << 2) & 12) - lap->scales;
+        c[i] = (BY_ROW && t->shift == MK_SHIFT_ALL ? 4 * min(y->row0 + 8 * i + (lane >> 2), rows - 1) : mk_scale_place(y->places, i)) - lap->scales;
         mk_keep(&c[i]);
     }
     const auto next_stage = [&](uint32_t last) {

@@ -493,8 +493,8 @@ static void reuse(void **state)
              in.signal_vec = (uint16_t)pb_add_dump(p, 32); pb_insert(p, 4, 0, &in), "SCHEDULE",
              "reuse of the step descriptor: nothing makes it wait for worker 4");
     /* sums: worker 4 has experts only, so that in the second layer nothing but its ROUTE's own wait for h says that others have cleared, and it may look before that is over */
-    BREAK_OF(pb_make(&(pb_config){.workers = 5, .active = 4, .layers = "DeMs"}), , "worker 4 #2 ROUTE layer 1",
-             "looks at router pub 1, but nothing it has waited for before says that worker 0 #7 ROUTE layer 0 is through");
+    refuses(pb_make(&(pb_config){.workers = 5, .active = 4, .layers = "DeMs"}), __LINE__, "worker 4 #2 ROUTE layer 1",
+            "looks at router pub 1, but nothing it has waited for before says that worker 0 #7 ROUTE layer 0 is through");
     accepts(pb_make(&(pb_config){.workers = 5, .active = 4, .layers = "DeMf"}));
     /* the same worker reading h: h's halves come round before it is heard of */
     BREAK_OF(pb_make(&(pb_config){.workers = 5, .active = 4, .layers = "DfMf"}), mk_insn in = dumper(p, 0); pb_insert(p, 4, 0, &in), "worker",
