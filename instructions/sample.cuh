@@ -58,6 +58,12 @@ MK_CALL uint64_t mk_weigh(float l, float max, float temperature)
     return (uint64_t)(int64_t)__dadd_rn(__dmul_rn(x, 0x1p40), 0.5);
 }
 
+/* A logit whose key this is. */
+MK_DEV float mk_key_value(uint32_t key)
+{
+    return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
 /* Sum of the threads before this one; *total: of all. All compute threads. */
 MK_CALL uint64_t mk_block_before(uint64_t v, uint64_t *total)
 {
@@ -105,11 +111,9 @@ MK_CALL void mk_draw_meet(const mk_insn *in)
         const uint32_t target = (sh->draw_met + 1) * parts;
         mk_spin s = {0, 0};
         uint32_t found;
-        __threadfence();
-        mk_red_release(&w->arrived);
+        mk_red_release(&w->arrived); /* releases what the barrier made visible to this thread as well */
         while ((int32_t)((found = mk_load_acquire(&w->arrived)) - target) < 0)
             if (!(++s.n & 255u) && !(s.since = mk_wait_late(in, MK_FAULT_DRAW, &in->wait[1], target, found, s.since))) break;
-        __threadfence();
         sh->draw_met++;
     }
     mk_sync();
@@ -138,18 +142,18 @@ MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight,
                 const uint32_t k = mk_order_key(l[j]), digit = k >> shift & last;
                 if (i0 + j * MK_COMPUTE >= q->hi || (k & mask) != key) continue;
                 const uint64_t v = mk_weigh(l[j], q->max, q->temperature);
-                atomicAdd(&x->count[digit], 1u);
+                if (!by_weight) atomicAdd(&x->count[digit], 1u);
                 atomicAdd(&x->weight[0][digit], (uint32_t)v & 0x3fffu);
                 atomicAdd(&x->weight[1][digit], (uint32_t)(v >> 14) & 0x3fffu);
                 atomicAdd(&x->weight[2][digit], (uint32_t)(v >> 28));
             }
         }
         mk_sync();
-        for (uint32_t i = tid; i <= last; i += MK_COMPUTE)
-            if (x->count[i]) {
-                atomicAdd(&w->count[set][i], x->count[i]);
-                atomicAdd(&w->weight[set][i], (unsigned long long)x->weight[0][i] + ((unsigned long long)x->weight[1][i] << 14) + ((unsigned long long)x->weight[2][i] << 28));
-            }
+        for (uint32_t i = tid; i <= last; i += MK_COMPUTE) { /* counts are nobody's business where weights decide */
+            const uint64_t v = x->weight[0][i] + ((uint64_t)x->weight[1][i] << 14) + ((uint64_t)x->weight[2][i] << 28);
+            if (v) atomicAdd(&w->weight[set][i], (unsigned long long)v);
+            if (!by_weight && x->count[i]) atomicAdd(&w->count[set][i], x->count[i]);
+        }
         mk_draw_meet(in);
         /* from the greatest digit down */
         const uint32_t first = MK_DIGITS - 1 - MK_OWN_DIGITS * tid;
@@ -157,7 +161,7 @@ MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight,
 #pragma unroll
         for (uint32_t i = 0; i < MK_OWN_DIGITS; i++) {
             weight[i] = __ldcg(&w->weight[set][first - i]);
-            count[i] = __ldcg(&w->count[set][first - i]);
+            count[i] = by_weight ? 0 : __ldcg(&w->count[set][first - i]);
             sum += weight[i];
             counts += count[i];
         }
@@ -179,7 +183,7 @@ MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight,
                     x->above = before;
                     x->weight_above = sum;
                     if (pass == 2) {
-                        const uint64_t each = count[i] ? weight[i] / count[i] : 0, need = target - before; /* equal logits weigh the same */
+                        const uint64_t each = had ? mk_weigh(mk_key_value(x->key), q->max, q->temperature) : 0, need = target - before;
                         x->left.key = x->key;
                         x->left.ties = !by_weight ? (uint32_t)need : each ? (uint32_t)((need + each - 1) / each) : 1;
                         x->left.weight = sum + x->left.ties * each;
@@ -196,12 +200,6 @@ MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight,
         mask |= last << shift;
         mk_sync();
     }
-}
-
-/* A logit whose key this is. */
-MK_DEV float mk_key_value(uint32_t key)
-{
-    return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
 /* Whose id does the random number fall on? That worker publishes the token and its logit in draw->token[row]. Returns whether there is any. A thread has
