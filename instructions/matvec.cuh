@@ -155,8 +155,8 @@ MK_DEV uint32_t mk_bf16_pair(float x0, float x1)
 }
 
 /* Slices that are alike are dealt: a warp takes a group of packets, which holds whole K blocks (mk_deal, program.h), so that a lane knows by arithmetic what its packets
- * carry. One row is gathered in one pass then: its values stay in registers until the warp knows their largest, and are stored as they are staged, in order. Of several
- * rows, and where slices are not alike, a thread takes the same packet of every row, whose values' places it looks up once in the host's map, and stages them as bf16;
+ * carry. One row is gathered in one pass then: its values stay in registers until the warp knows their largest, and are stored as they are staged, in order; those of a
+ * longer vector are stored as they come, and the warp goes over its own once more. Of several rows, and where slices are not alike, a thread takes the same packet of every row, whose values' places it looks up once in the host's map, and stages them as bf16;
  * where the form is f16 a second pass multiplies them by the powers of two, after a barrier.
  * A packet has the same thread and turn however many rows there are and whatever the chunks: so squares are added in one order, and a value meets one power of two. */
 
@@ -258,14 +258,13 @@ template <uint32_t FORM> MK_DEV void mk_take_each(const mk_dev *d, const mk_insn
  * its sums of squares. */
 template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_dev *d, const mk_insn *in, uint32_t parity)
 {
-    constexpr uint32_t LOADS = MK_LOADS_OF(F32, PRO), PART = LOADS < 4 ? LOADS : LOADS % 4 ? 5 : 4, WORDS = F32 ? 2 : 3;
-    constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS || (F32 && PRO == MK_ONE_FAR), HEADS = PRO == MK_ONE_HEADS;
-    static_assert(LOADS % PART == 0 && (!RMS || PART >= 4), "parts are whole, and the first has the steps of a sum over the warp");
+    constexpr uint32_t LOADS = MK_LOADS_OF(F32, PRO), WORDS = F32 ? 2 : 3;
+    constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS, HEADS = PRO == MK_ONE_HEADS;
+    static_assert(LOADS <= 4 && (!RMS || LOADS == 4), "the steps of a sum over the warp");
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *p = &f->plan;
     const mk_hands g = p->hands;
-    if (PRO == MK_ONE_FAR && !F32 && !g.packets) return mk_take_each<FORM>(d, in);
     const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + p->beside, behind = staged + mk_staged_bytes(k, FORM), plane = mk_row_stride(k);
     const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<F32>(g);
@@ -295,59 +294,52 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
 
     uint32_t top = 0;
     float sum = 0;
+    mk_packets_wait<LOADS, true>(from, at, wanted, f->place.epoch[0], 0, 0, packet0, q);
 #pragma unroll
-    for (uint32_t part = 0; part < LOADS; part += PART) {
-        if (part && group0 + value[part] >= k) break;
-        uint32_t to4[PART];
+    for (uint32_t j = 0; j < LOADS; j++) { /* what was not asked for is zero */
+        const uint32_t to = to0 + 2 * value[j];
+        const bool has = wanted & 1u << j;
+        if (F32) {
+            float y[3] = {__uint_as_float(q[j].x), __uint_as_float(q[j].y), __uint_as_float(q[j].z)};
 #pragma unroll
-        for (uint32_t j = 0; j < PART; j++) to4[j] = at[part + j];
-        mk_packets_wait<PART, true>(from, to4, wanted >> part & ((1u << PART) - 1), f->place.epoch[0], 0, 0, packet0, *(uint4(*)[PART])(q + part));
-#pragma unroll
-        for (uint32_t j = part; j < part + PART; j++) { /* what was not asked for is zero */
-            const uint32_t to = to0 + 2 * value[j];
-            const bool has = wanted & 1u << j;
-            if (F32) {
-                float y[3] = {__uint_as_float(q[j].x), __uint_as_float(q[j].y), __uint_as_float(q[j].z)};
-#pragma unroll
-                for (uint32_t i = 0; i < 3; i++) {
-                    sum = __fmaf_rn(y[i], y[i], sum);
-                    y[i] = __fmul_rn(y[i], gain[j][i]);
-                }
-#pragma unroll
-                for (uint32_t l = 0; l < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); l++) {
-                    const uint32_t a = mk_bf16_pair(y[0], y[1]), b = mk_bf16_pair(y[2], 0);
-                    if (FP8) {
-                        q[j].x = a, q[j].y = b;
-                        continue;
-                    }
-                    if (has && mine[0]) mk_sts16(to + l * plane, a);
-                    if (has && mine[0] >> 16) mk_sts16(to + l * plane + 2, a >> 16);
-                    if (has && mine[1]) mk_sts16(to + l * plane + 4, b);
-                    y[0] -= __uint_as_float(a << 16), y[1] -= __uint_as_float(a & 0xffff0000u), y[2] -= __uint_as_float(b << 16);
-                }
-            } else {
-                uint32_t w[3] = {q[j].x, q[j].y, q[j].z};
-                if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * MK_WARPS * j, word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
-                if (!HEADS && left - value[j] < 6)
-#pragma unroll
-                    for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
-#pragma unroll
-                for (uint32_t i = 0; i < 3; i++) {
-                    if (HEADS) w[i] &= mine[i];
-                    if (RMS) {
-                        const float x0 = __uint_as_float(w[i] << 16), x1 = __uint_as_float(w[i] & 0xffff0000u);
-                        sum = __fmaf_rn(x0, x0, sum);
-                        sum = __fmaf_rn(x1, x1, sum);
-                        w[i] = mk_bf16_pair(__fmul_rn(x0, gain[j][2 * i]), __fmul_rn(x1, gain[j][2 * i + 1]));
-                    }
-                    if (!FP8 && has && mine[i]) mk_sts32(to + 4 * i, w[i]);
-                }
-                q[j].x = w[0], q[j].y = w[1], q[j].z = w[2];
+            for (uint32_t i = 0; i < 3; i++) {
+                sum = __fmaf_rn(y[i], y[i], sum);
+                y[i] = __fmul_rn(y[i], gain[j][i]);
             }
-            if (FP8) {
-                top = __vmaxu2(__vmaxu2(top, mk_magnitudes(q[j].x)), mk_magnitudes(q[j].y));
-                if (!F32) top = __vmaxu2(top, mk_magnitudes(q[j].z));
+#pragma unroll
+            for (uint32_t l = 0; l < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); l++) {
+                const uint32_t a = mk_bf16_pair(y[0], y[1]), b = mk_bf16_pair(y[2], 0);
+                if (FP8) {
+                    q[j].x = a, q[j].y = b;
+                    continue;
+                }
+                if (has && mine[0]) mk_sts16(to + l * plane, a);
+                if (has && mine[0] >> 16) mk_sts16(to + l * plane + 2, a >> 16);
+                if (has && mine[1]) mk_sts16(to + l * plane + 4, b);
+                y[0] -= __uint_as_float(a << 16), y[1] -= __uint_as_float(a & 0xffff0000u), y[2] -= __uint_as_float(b << 16);
             }
+        } else {
+            uint32_t w[3] = {q[j].x, q[j].y, q[j].z};
+            if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * MK_WARPS * j, word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
+            if (!HEADS && left - value[j] < 6)
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
+#pragma unroll
+            for (uint32_t i = 0; i < 3; i++) {
+                if (HEADS) w[i] &= mine[i];
+                if (RMS) {
+                    const float x0 = __uint_as_float(w[i] << 16), x1 = __uint_as_float(w[i] & 0xffff0000u);
+                    sum = __fmaf_rn(x0, x0, sum);
+                    sum = __fmaf_rn(x1, x1, sum);
+                    w[i] = mk_bf16_pair(__fmul_rn(x0, gain[j][2 * i]), __fmul_rn(x1, gain[j][2 * i + 1]));
+                }
+                if (!FP8 && has && mine[i]) mk_sts32(to + 4 * i, w[i]);
+            }
+            q[j].x = w[0], q[j].y = w[1], q[j].z = w[2];
+        }
+        if (FP8) {
+            top = __vmaxu2(__vmaxu2(top, mk_magnitudes(q[j].x)), mk_magnitudes(q[j].y));
+            if (!F32) top = __vmaxu2(top, mk_magnitudes(q[j].z));
         }
     }
     __syncwarp();
@@ -358,8 +350,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
         factor = shift.inverse;
 #pragma unroll
         for (uint32_t j = 0; j < LOADS; j++) {
-            if (j && j % PART == 0 && group0 + value[j] >= k) break;
-            if (RMS && j < 4) sum = mk_warp_add(sum, 8 >> j);
+            if (RMS) sum = mk_warp_add(sum, 8 >> j);
             const uint32_t to = to0 + 2 * value[j], a = mk_f16_pair_shifted(q[j].x, shift.less), b = mk_f16_pair_shifted(q[j].y, shift.less);
             const bool has = wanted & 1u << j;
             if (F32) {
@@ -386,6 +377,87 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
     }
     if (FP8 && group * g.values < k) mk_factor_put(k, g.values, group, p->beside, factor);
     if (RMS) mk_row_squares(d, parity, 0, sum);
+}
+
+/* The same of a longer vector, in loops, because what a layer runs of code is what it waits for: turn by turn what a lane asked for moves up in its registers, and values are staged as bf16;
+ * where the form is f16 the warp multiplies its own by the power of two in a second pass. */
+template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(const mk_dev *d, const mk_insn *in, uint32_t parity)
+{
+    constexpr uint32_t PART = F32 ? 2 : 4; /* of a lane's packets at a time */
+    static_assert(LOADS % PART == 0 && PART % 2 == 0 && FORM != MK_X_F32, "parts are whole, and whole pairs of turns");
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const mk_hands g = p->hands;
+    const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + p->beside, epoch = f->place.epoch[0];
+    const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
+    const mk_turns turns = mk_turns_of<F32>(g);
+    const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane;
+    const uint32_t packets = PART / 2 * turns.packets[1], values = PART / 2 * turns.values[1]; /* from part to part */
+    const float *const gamma = sh->args.param + p->x.param_off + value0;
+    const uint4 *from = f->place.in[0] + packet0;
+    uint4 q[LOADS];
+    float gain[F32 ? LOADS : 1][3];
+    uint32_t at[LOADS], value[LOADS], wanted = mk_ask(q, at, value, from, turns, h.any, value0, k);
+    if (F32)
+#pragma unroll
+        for (uint32_t j = 0; j < LOADS; j++)
+#pragma unroll
+            for (uint32_t i = 0; i < 3; i++) gain[j][i] = wanted & 1u << j ? __ldg(gamma + value[j] + i) : 0; /* beyond k they meet zeros */
+    uint32_t left = k - value0, to = staged + 2 * value0, first = packet0, top = 0;
+    float sum = 0;
+#pragma unroll 1
+    for (uint32_t turn = 0, v = group0; turn < LOADS && v < k; turn += PART, v += values) {
+        uint32_t here[PART];
+#pragma unroll
+        for (uint32_t j = 0; j < PART; j++) here[j] = at[j];
+        mk_packets_wait<PART, true>(from, here, wanted & (1u << PART) - 1, epoch, 0, 0, first, *(uint4(*)[PART])q);
+#pragma unroll
+        for (uint32_t j = 0; j < PART; j++) { /* what was not asked for is zero */
+            const uint32_t place = to + 2 * value[j], count = wanted & 1u << j ? h.count : 0;
+            if (F32) {
+                const float y[3] = {__uint_as_float(q[j].x), __uint_as_float(q[j].y), __uint_as_float(q[j].z)};
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++) sum = __fmaf_rn(y[i], y[i], sum);
+                const uint32_t a = mk_bf16_pair(__fmul_rn(y[0], gain[j][0]), __fmul_rn(y[1], gain[j][1])), b = mk_bf16_pair(__fmul_rn(y[2], gain[j][2]), 0);
+                top = __vmaxu2(__vmaxu2(top, mk_magnitudes(a)), mk_magnitudes(b));
+                if (count > 0) mk_sts16(place, a);
+                if (count > 1) mk_sts16(place + 2, a >> 16);
+                if (count > 2) mk_sts16(place + 4, b);
+            } else {
+                uint32_t w[3] = {q[j].x, q[j].y, q[j].z};
+                if (__builtin_expect(left - value[j] < 6, 0))
+#pragma unroll
+                    for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
+                top = __vmaxu2(__vmaxu2(__vmaxu2(top, mk_magnitudes(w[0])), mk_magnitudes(w[1])), mk_magnitudes(w[2]));
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++)
+                    if (count > 2 * i) mk_sts32(place + 4 * i, w[i]);
+            }
+        }
+#pragma unroll
+        for (uint32_t j = 0; j + PART < LOADS; j++) {
+            q[j] = q[j + PART];
+            if (F32)
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++) gain[j][i] = gain[j + PART][i];
+        }
+        wanted >>= PART, from += packets, first += packets, to += 2 * values, left -= values;
+    }
+    __syncwarp();
+    if (FORM == MK_X_F16) {
+        const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
+        const uint32_t eights = g.values / 8, both = eights <= 16, e = both ? d->lane & 15 : d->lane, group = d->warp + d->lane * MK_WARPS; /* both: two groups at a time */
+        const uint32_t begin = staged + 2 * (group0 + (both && d->lane > 15 ? MK_WARPS * g.values : 0)) + 16 * e, end = e < eights ? staged + 2 * k : 0;
+#pragma unroll 2
+        for (uint32_t i = begin; i < end; i += 2 * MK_WARPS * g.values << both) {
+            const uint4 w = mk_lds128(i);
+            mk_sts64(i, mk_f16_pair_shifted(w.x, shift.less), mk_f16_pair_shifted(w.y, shift.less));
+            mk_sts64(i + 8, mk_f16_pair_shifted(w.z, shift.less), mk_f16_pair_shifted(w.w, shift.less));
+        }
+        if (group * g.values < k) mk_factor_put(k, g.values, group, p->beside, shift.inverse);
+    }
+    if (F32) mk_row_squares(d, parity, 0, mk_warp_sum(sum));
 }
 
 /* Whether anybody publishes that packet. */
@@ -415,7 +487,12 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL uint32_t mk_gather_one(
         memo->step = step;
         memo->parity = parity;
     }
-    mk_take<F32, FORM, PRO>(d, in, parity);
+    if constexpr (MK_LOADS_OF(F32, PRO) <= 4)
+        mk_take<F32, FORM, PRO>(d, in, parity);
+    else if (PRO == MK_ONE_FAR && !F32 && !p->hands.packets)
+        mk_take_each<FORM>(d, in);
+    else
+        mk_take_long<F32, FORM, MK_LOADS_OF(F32, PRO)>(d, in, parity);
     return mk_smem(in);
 }
 /* Such a vector with an RMS norm: h. */
