@@ -156,8 +156,8 @@ MK_DEV uint32_t mk_bf16_pair(float x0, float x1)
 
 /* Slices that are alike are dealt: a warp takes a group of packets, which holds whole K blocks (mk_deal, program.h), so that a lane knows by arithmetic what its packets
  * carry. One row is gathered in one pass then: its values stay in registers until the warp knows their largest, and are stored as they are staged, in order; those of a
- * longer vector are stored as they come, and the warp goes over its own once more. Of several rows, and where slices are not alike, a thread takes the same packet of every row, whose values' places it looks up once in the host's map, and stages them as bf16;
- * where the form is f16 a second pass multiplies them by the powers of two, after a barrier.
+ * longer vector are stored as they come, and the warp goes over its own once more. Of several rows, and where slices are not alike, a thread takes the same packet of every row, whose
+ * values' places it looks up once in the host's map, and stages them as bf16; where the form is f16 a second pass multiplies them by the powers of two, after a barrier.
  * A packet has the same thread and turn however many rows there are and whatever the chunks: so squares are added in one order, and a value meets one power of two. */
 
 /* A lane's packet of a group. */
