@@ -154,6 +154,14 @@ MK_DEV uint32_t mk_bf16_pair(float x0, float x1)
     return v;
 }
 
+/* Eight bf16 values at `at` become f16 where they lie. */
+MK_DEV void mk_f16_eight(uint32_t at, uint32_t less)
+{
+    const uint4 v = mk_lds128(at);
+    mk_sts64(at, mk_f16_pair_shifted(v.x, less), mk_f16_pair_shifted(v.y, less));
+    mk_sts64(at + 8, mk_f16_pair_shifted(v.z, less), mk_f16_pair_shifted(v.w, less));
+}
+
 /* Slices that are alike are dealt: a warp takes a group of packets, which holds whole K blocks (mk_deal, program.h), so that a lane knows by arithmetic what its packets
  * carry. One row is gathered in one pass then: its values stay in registers until the warp knows their largest, and are stored as they are staged, in order; those of a
  * longer vector are stored as they come, and the warp goes over its own once more. Of several rows, and where slices are not alike, a thread takes the same packet of every row, whose
@@ -379,8 +387,9 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
     if (RMS) mk_row_squares(d, parity, 0, sum);
 }
 
-/* The same of a longer vector, in loops, because what a layer runs of code is what it waits for: turn by turn what a lane asked for moves up in its registers, and values are staged as bf16;
- * where the form is f16 the warp multiplies its own by the power of two in a second pass. */
+/* The same of a longer vector, with an RMS norm if it is f32 and without a prologue if not, in loops, because what a layer runs of code is what it waits for: turn by turn what a lane
+ * asked for moves up in its registers, and values are staged as bf16; where the form is f16 the warp multiplies its own by the power of two in a second pass. (A function for both is
+ * slower: profiles/NOTES.md, twenty-fourth session.) */
 template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(const mk_dev *d, const mk_insn *in, uint32_t parity)
 {
     constexpr uint32_t PART = F32 ? 2 : 4; /* of a lane's packets at a time */
@@ -450,11 +459,7 @@ template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(cons
         const uint32_t eights = g.values / 8, both = eights <= 16, e = both ? d->lane & 15 : d->lane, group = d->warp + d->lane * MK_WARPS; /* both: two groups at a time */
         const uint32_t begin = staged + 2 * (group0 + (both && d->lane > 15 ? MK_WARPS * g.values : 0)) + 16 * e, end = e < eights ? staged + 2 * k : 0;
 #pragma unroll 2
-        for (uint32_t i = begin; i < end; i += 2 * MK_WARPS * g.values << both) {
-            const uint4 w = mk_lds128(i);
-            mk_sts64(i, mk_f16_pair_shifted(w.x, shift.less), mk_f16_pair_shifted(w.y, shift.less));
-            mk_sts64(i + 8, mk_f16_pair_shifted(w.z, shift.less), mk_f16_pair_shifted(w.w, shift.less));
-        }
+        for (uint32_t i = begin; i < end; i += 2 * MK_WARPS * g.values << both) mk_f16_eight(i, shift.less);
         if (group * g.values < k) mk_factor_put(k, g.values, group, p->beside, shift.inverse);
     }
     if (F32) mk_row_squares(d, parity, 0, mk_warp_sum(sum));
@@ -695,10 +700,7 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
 #pragma unroll 2
         for (uint32_t i = part * 32 + d->lane; i < eights; i += ways * 32) {
             const uint32_t less = mk_row_shift(d, plan, r, c0 + i * 8).less;
-            const uint32_t at = staged + r * stride + i * 16;
-            const uint4 b = mk_lds128(at);
-            mk_sts64(at, mk_f16_pair_shifted(b.x, less), mk_f16_pair_shifted(b.y, less));
-            mk_sts64(at + 8, mk_f16_pair_shifted(b.z, less), mk_f16_pair_shifted(b.w, less));
+            mk_f16_eight(staged + r * stride + i * 16, less);
         }
     }
 }
@@ -764,11 +766,7 @@ MK_DEV float mk_f16_in_place(uint32_t at, uint32_t end, uint32_t step)
     __syncwarp();
     const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
 #pragma unroll 1
-    for (uint32_t i = at; i < end; i += step) {
-        const uint4 q = mk_lds128(i);
-        mk_sts64(i, mk_f16_pair_shifted(q.x, shift.less), mk_f16_pair_shifted(q.y, shift.less));
-        mk_sts64(i + 8, mk_f16_pair_shifted(q.z, shift.less), mk_f16_pair_shifted(q.w, shift.less));
-    }
+    for (uint32_t i = at; i < end; i += step) mk_f16_eight(i, shift.less);
     return shift.inverse;
 }
 /* By a warp: the bf16 values of the groups of warp `as`, of a vector that lies `at` bytes from the staging area's beginning, become f16, and it says what their K blocks are to be
