@@ -5,6 +5,7 @@ PREFIX  ?= /usr/local
 BUILD   ?= build
 NVCC    ?= $(firstword $(wildcard $(shell command -v nvcc 2>/dev/null) /usr/local/cuda/bin/nvcc))
 NVFLAGS ?= -O3 -gencode arch=compute_90a,code=sm_90a
+NVALL    = -std=c++17 -I. -lineinfo $(NVFLAGS) -Xcompiler -fno-exceptions,-fno-rtti,-fno-threadsafe-statics
 SAN     ?=
 JOBS    ?= $(shell nproc)
 COMMIT  := $(shell git describe --always --dirty --abbrev=12 2>/dev/null || echo unknown)
@@ -48,12 +49,21 @@ else
 LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
 $(BUILD)/host/machine_gpu.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
-tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/race_gpu $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline
+tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/race_gpu $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline $(BUILD)/profiles/onestep
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
 	@mkdir -p $(@D)
 	@echo '  nvcc $<'
-	@$(NVCC) -std=c++17 -I. -lineinfo $(NVFLAGS) -Xcompiler -fno-exceptions,-fno-rtti,-fno-threadsafe-statics -MMD -MP -c -o $@ $<
+	@$(NVCC) $(NVALL) -MMD -MP -c -o $@ $<
+# Kernels that call functions: their code in the order of megakernel/layout.txt (megakernel/layout.py says why), and as nvcc made it.
+LAID := $(addprefix $(BUILD)/megakernel/,kernel.cu.o baseline.cu.o)
+$(LAID): $(BUILD)/%.cu.o: $(BUILD)/plain/%.cu.o megakernel/layout.py megakernel/layout.txt
+	@mkdir -p $(@D)
+	@cp $< $@.new && python3 megakernel/layout.py apply $@.new megakernel/layout.txt && mv $@.new $@
+$(BUILD)/plain/%.cu.o: %.cu
+	@mkdir -p $(@D)
+	@echo '  nvcc $<'
+	@$(NVCC) $(NVALL) -MMD -MP -c -o $@ $<
 endif
 
 $(BUILD)/host/preset.o: $(wildcard tests/fixtures/configs/*/config.json)
@@ -101,7 +111,7 @@ $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model: %:
 $(BUILD)/race/%.cu.o: %.cu
 	@mkdir -p $(@D)
 	@echo '  nvcc $< (racecheck)'
-	@$(NVCC) -std=c++17 -I. -lineinfo $(NVFLAGS) -DMK_RACECHECK -Xcompiler -fno-exceptions,-fno-rtti,-fno-threadsafe-statics -MMD -MP -c -o $@ $<
+	@$(NVCC) $(NVALL) -DMK_RACECHECK -MMD -MP -c -o $@ $<
 $(BUILD)/tests/gpu/race_gpu: $(BUILD)/race/megakernel/kernel.cu.o $(BUILD)/tests/gpu/test_gpu.o $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
@@ -124,6 +134,9 @@ $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 
 $(BUILD)/profiles/baseline: $(BUILD)/profiles/baseline.o $(BUILD)/libmk.a
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
+$(BUILD)/profiles/onestep: $(BUILD)/profiles/onestep.o $(BUILD)/plain/megakernel/kernel.cu.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 

@@ -1,0 +1,482 @@
+#!/usr/bin/env python3
+"""Where the kernel's code lies. What a step executes is put side by side, in front of what it does not, in an object file or a program that nvcc has made.
+
+    layout.py apply FILE PROFILE            moves the code of FILE's kernels, in place; proves first that nothing but places changes
+    layout.py learn FILE PROFILE CSV...     makes PROFILE: FILE has the kernel as nvcc made it, CSV is a step of the model that it is named after, as ncu has executed it (profiles/layout.sh)
+    layout.py show FILE PROFILE             what apply would do
+
+Why: the SMs of a GPC share a cache of 128 KB of instructions, a layer executes more than that, and a jump to where nobody has been lately takes 300 clocks. ptxas leaves what
+hardly ever runs where the source has it: between two things that always run. (profiles/NOTES.md, twenty-ninth session, has what moving it is worth.)
+
+How: a kernel is one run of 16-byte instructions, behind its entry the functions that it calls. It is cut at the places where control may turn, into segments of what the same models execute;
+first come those that all execute, so that a model finds its code in a few long runs. Segments are put in that order, and what relates to places is mended: relative targets, return addresses (a call's is moved into a register before it), tables of branches, symbols, the
+lists of places in .nv.info. Where a segment went on into the next one and does no longer, a branch is added; where a branch led to what is now behind it, it is turned round or left out. Line
+numbers (-lineinfo) are those of the code before: profile a build without this step.
+
+The profile names functions by what they are and by a digest of their code, so it can be of an older build: a function that has changed since is moved as a whole, if it was executed at all."""
+import bisect
+import csv
+import functools
+import hashlib
+import itertools
+import operator
+import os
+import re
+import struct
+import sys
+
+M64 = (1 << 64) - 1
+BRA, CALL, RET, EXIT, BRX, COLLECTIVE, BSSY, NOP = 0x947, 0x944, 0x950, 0x94D, 0x949, 0x348, 0x945, 0x918
+SPLIT = (BRA, CALL, RET, BRX, COLLECTIVE)  # their targets' lowest eight bits stand apart; those of RET and BRX, to which a register is added, are the kernel's beginning
+MOVES = (0x802, 0x424)  # MOV, IMAD.MOV of 32 bits
+BRANCH = (0x0000000000007947, 0x000FEA0003800000)  # an unconditional one, five clocks, that waits for nothing
+TURNED_STALL = 11  # clocks that a branch which was turned round leaves to what now follows it, and used to follow a jump
+EXECUTED = 256  # warps of all workers in a step: what fewer execute is not moved to the front
+GAPS = (4, 8, 16, 32, 64, 128)  # so many instructions of another kind stay between two segments of one, a branch around them being one, too; more if there is no room for the branches
+
+
+class Refused(Exception):
+    pass
+
+
+# ---- instructions ---------------------------------------------------------------------------------------------------
+
+
+def target(lo, hi, pc):
+    """Of a control instruction at byte pc: the byte it leads to."""
+    v = lo >> 34 | (hi & 0x3FFFF) << 30
+    if lo & 0xFFF != BSSY:
+        v = v << 8 | lo >> 16 & 0xFF
+        v -= (v >> 55) << 56
+    else:
+        v -= (v >> 47) << 48
+    return pc + 16 + 4 * v
+
+
+def aimed(lo, hi, pc, to):
+    """The same instruction at pc, leading to `to`."""
+    v = (to - pc - 16) // 4
+    if lo & 0xFFF != BSSY:
+        lo = lo & ~(0xFF << 16) | (v & 0xFF) << 16
+        v >>= 8
+    v &= (1 << 48) - 1
+    return lo & (1 << 34) - 1 | v << 34 & M64, hi & ~0x3FFFF | v >> 30
+
+
+def plain(lo, hi):
+    """A branch by one predicate or none: no second one, not .DIV or .U."""
+    return hi >> 23 & 15 == 7 and not hi >> 27 & 1 and not lo >> 24 & 0xFF and not lo >> 32 & 3
+
+
+def turns_round(lo, hi):
+    return lo & 0xFFF == BRA and plain(lo, hi) and lo >> 12 & 7 != 7
+
+
+def ends(lo, hi):
+    """Nothing follows it."""
+    op, always = lo & 0xFFF, lo >> 12 & 15 == 7
+    return op == BRX or always and (op == RET or op == EXIT and hi >> 23 & 15 == 7 or op == BRA and plain(lo, hi))
+
+
+def idle(lo, hi):
+    """A NOP of one clock that waits for no scoreboard and sets none."""
+    return lo & 0xFFF == NOP and hi >> 41 & 15 <= 1 and hi >> 46 & 0xFFF == 0x3F
+
+
+class Code:
+    """A kernel's instructions; places are counted in instructions from here on."""
+
+    def __init__(self, text, table, functions):
+        self.n = len(text) // 16
+        self.word = [struct.unpack_from("<QQ", text, 16 * i) for i in range(self.n)]
+        self.op = [lo & 0xFFF for lo, _ in self.word]
+        self.table = [a // 16 for (a,) in struct.iter_unpack("<I", table)]  # of BRX
+        self.to = {i: target(*self.word[i], 16 * i) // 16 for i, op in enumerate(self.op) if op in SPLIT or op == BSSY}
+        for i, to in self.to.items():
+            if not 0 <= to < self.n or self.op[i] in (RET, BRX) and to:
+                raise Refused("instruction %#x leads to %#x, outside of the kernel or not to its beginning" % (16 * i, 16 * to))
+        moved = {}
+        for i, op in enumerate(self.op):
+            if op in MOVES:
+                moved.setdefault(self.word[i][0] >> 32, []).append(i)
+        self.back = {}  # a MOV: where the call that it is for returns to
+        bounds = functions + [self.n]
+        for i in (i for i, op in enumerate(self.op) if op == CALL):
+            by = moved.get(16 * (i + 1), [])
+            own, callee = bisect.bisect_right(bounds, i) - 1, bisect.bisect_right(bounds, self.to[i]) - 1
+            # of several, some are numbers that happen to be the same: it is right before the call, or, where nobody else calls, in what is called
+            by = by[:1] if len(by) == 1 and any(bounds[f] <= by[0] < bounds[f + 1] for f in (own, callee)) else [j for j in by if i - 8 <= j < i]
+            if len(by) != 1 or by[0] in self.back:
+                raise Refused("call at %#x: expected one instruction that says where to return to, found %d" % (16 * i, len(by)))
+            self.back[by[0]] = i + 1
+        if self.op[-1] != NOP:
+            raise Refused("expected a NOP at the kernel's end")
+
+    def digest(self, first, end):
+        """Of a function's code, wherever it lies and whatever it calls lies."""
+        h = hashlib.sha1()
+        for i in range(first, end):
+            lo, hi = self.word[i]
+            if self.op[i] == CALL or self.op[i] in (RET, BRX):
+                lo, hi = aimed(lo, hi, 0, 16)
+            elif i in self.back:
+                lo &= 0xFFFFFFFF
+            h.update(struct.pack("<QQ", lo, hi))
+        return h.hexdigest()[:16]
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+class Elf:
+    def __init__(self, data, base):
+        self.data, self.base = data, base
+        (at,), (size, n, names) = struct.unpack_from("<Q", data, base + 40), struct.unpack_from("<HHH", data, base + 58)
+        self.section = {}
+        raw = [struct.unpack_from("<IIQQQQ", data, base + at + i * size) for i in range(n)]
+        for name, _, _, _, offset, length in raw:
+            begin = base + raw[names][4] + name
+            self.section[bytes(data[begin : data.index(b"\0", begin)]).decode()] = (base + offset, length)
+
+    def bytes(self, name):
+        offset, length = self.section[name]
+        return bytes(self.data[offset : offset + length])
+
+    def put(self, name, content):
+        offset, length = self.section[name]
+        assert len(content) == length
+        self.data[offset : offset + length] = content
+
+
+def cubins(data):
+    """The sm_90a programs in a file, as places where they begin."""
+    at = data.find(b"\x7fELF")
+    while at >= 0:
+        if struct.unpack_from("<H", data, at + 18)[0] == 190:
+            yield at
+        at = data.find(b"\x7fELF", at + 4)
+
+
+class Kernel:
+    """One that calls functions, in a cubin: whatever is smaller has no use for this."""
+
+    def __init__(self, elf, name):
+        self.elf, self.name = elf, name
+        self.symbols, found, index = [], [], list(elf.section).index(".text." + name)  # symbols: of functions, (where in the file, value)
+        names, (begin, length) = elf.section[".strtab"][0], elf.section[".symtab"]
+        for at in range(begin, begin + length, 24):
+            string, info, _, section, value, _ = struct.unpack_from("<IBBHQQ", elf.data, at)
+            if info & 15 == 2 and section == index:
+                text = bytes(elf.data[names + string : elf.data.index(b"\0", names + string)]).decode()
+                text = re.sub(r"_ZN\d+_INTERNAL_[0-9a-f]+_\d+_\w+?_cu_[0-9a-f]{8}", "_Z", text.replace("$" + name + "$", ""))
+                self.symbols.append((at, value))
+                found.append((value // 16, text))
+        found.sort()
+        table = ".nv.constant2." + name
+        self.code = Code(elf.bytes(".text." + name), elf.bytes(table) if table in elf.section else b"", [first for first, _ in found])
+        ends_at = [first for first, _ in found[1:]] + [self.code.n]
+        self.functions = [(first, end, text) for (first, text), end in zip(found, ends_at)]  # name without what the build puts into it
+
+
+def kernels(data):
+    for at in cubins(data):
+        elf = Elf(data, at)
+        for name in [s[6:] for s in elf.section if s.startswith(".text.")]:
+            k = Kernel(elf, name)
+            if len(k.functions) > 1:
+                yield k
+
+
+# ---- the new order --------------------------------------------------------------------------------------------------
+
+
+def segments(k, models, gap):
+    """[first, end, models, function]: what lies together, in the order of now. models: of each instruction those that execute it, a bit each."""
+    c, leads = k.code, [False] * (k.code.n + 1)
+    for i, to in c.to.items():
+        leads[to] = True
+    for i in c.table:
+        leads[i] = True
+    whole = [False] * (c.n + 1)  # what a COLLECTIVE brackets is not cut
+    for i, op in enumerate(c.op):
+        if op == CALL:
+            leads[i + 1] = True
+        if op == COLLECTIVE:
+            for j in range(i + 1, c.to[i] + 1):
+                whole[j] = True
+    result = []
+    for f, (first, end, _) in enumerate(k.functions):
+        blocks, begin = [], first
+        for i in range(first + 1, end + 1):
+            if i == end or (leads[i] or c.op[i - 1] in SPLIT or c.op[i - 1] == EXIT) and not whole[i]:
+                blocks.append([begin, i, functools.reduce(operator.or_, models[begin:i]), f])
+                begin = i
+        j = 1
+        while j < len(blocks):
+            kind, following = blocks[j - 1][2], j
+            while following < len(blocks) and blocks[following][2] != kind and blocks[following][1] - blocks[j][0] <= gap:
+                following += 1
+            if kind and following < len(blocks) and blocks[following][2] == kind:
+                for b in blocks[j:following]:
+                    b[2] = kind
+            j = max(j + 1, following)
+        for b in blocks:
+            if result and result[-1][2:] == b[2:]:
+                result[-1][1] = b[1]
+            else:
+                result.append(b)
+    return result
+
+
+class Moved:
+    """The kernel in another order: .word; .at, the new place of each instruction, or of what follows it if it is left out; .origin, the instruction of each new place, None: added."""
+
+    def __init__(self, k, models, gap=GAPS[0]):
+        c = k.code
+        entry, *others = segments(k, models, gap)
+        self.order = [entry] + sorted(others, key=lambda s: (-bin(s[2]).count("1"), s[2]))
+        self.added = self.turned = self.dropped = 0
+        out, at = [], [None] * c.n  # out: (word, the old place that it leads to or None, the old place that it comes from or None)
+        for s, after in zip(self.order, self.order[1:] + [None]):
+            follows = after[0] if after else None
+            for i in range(s[0], s[1]):
+                lo, hi = c.word[i]
+                last, at[i] = i == s[1] - 1, len(out)
+                if idle(lo, hi) and i > s[0] and c.op[i - 1] == BRA and c.word[i - 1][1] >> 27 & 1:
+                    self.dropped += 1  # holds the place of what is done together by a warp that has parted: BRA.DIV leads there
+                elif last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F:
+                    self.dropped += 1
+                elif last and turns_round(lo, hi) and c.to[i] == follows and s[1] != follows and s[1] < c.n:
+                    self.turned += 1
+                    out.append(((lo ^ 1 << 15, hi & ~(15 << 41) | TURNED_STALL << 41), s[1], i))
+                else:
+                    out.append(((lo, hi), c.to.get(i), i))
+            i = s[1] - 1
+            lo, hi = c.word[i]
+            if s[1] < c.n and s[1] != follows and not ends(lo, hi) and c.op[i] != CALL and not (turns_round(lo, hi) and c.to[i] == follows):
+                self.added += 1
+                out.append((BRANCH, s[1], None))
+        if len(out) > c.n:
+            raise Refused("%s: %d instructions more than there is room for" % (k.name, len(out) - c.n))
+        self.at, self.word, self.origin = at, [], [i for _, _, i in out]
+        for p, ((lo, hi), to, i) in enumerate(out):
+            if to is not None:
+                lo, hi = aimed(lo, hi, 16 * p, 0 if lo & 0xFFF in (RET, BRX) else 16 * at[to])
+            elif i in c.back:
+                lo = lo & 0xFFFFFFFF | 16 * at[c.back[i]] << 32
+            self.word.append((lo, hi))
+        self.word += [c.word[c.n - 1]] * (c.n - len(out))  # a NOP: nobody comes there
+        self.table = [at[i] for i in c.table]
+
+
+def moved(k, models):
+    for gap in GAPS:
+        try:
+            return Moved(k, models, gap)
+        except Refused as e:
+            if gap == GAPS[-1]:
+                raise e
+
+
+def prove(k, m):
+    """That the moved code does what the code did: every instruction stands somewhere, is the same but for its target, and leads to what it led to and is followed by what it was followed by,
+    over added branches and past those that were left out at most."""
+    c = k.code
+
+    def comes_to(p, i):
+        """Whether control at new place p comes to old instruction i, or to what that went on to if it was left out."""
+        for _ in range(8):
+            if m.origin[p] is None:
+                p = target(*m.word[p], 16 * p) // 16
+            elif m.origin[p] == i:
+                return True
+            elif m.origin[m.at[i]] == i:
+                return False
+            else:
+                i = c.to[i] if c.op[i] == BRA else i + 1
+        return False
+
+    for p, i in enumerate(m.origin):
+        if i is None and (m.word[p][0] & 0xFFF, ends(*m.word[p])) != (BRA, True):
+            raise Refused("an instruction at %#x that nobody knows" % (16 * p))
+    for i in range(c.n):
+        p, (was, had) = m.at[i], c.word[i]
+        if m.origin[p] != i:
+            if not (idle(was, had) or c.op[i] == BRA and ends(was, had)):
+                raise Refused("instruction %#x is missing" % (16 * i))
+            continue
+        lo, hi = m.word[p]
+        turned = turns_round(was, had) and (lo ^ was) >> 15 & 1
+        if not same(c, m, i):
+            raise Refused("instruction %#x has changed" % (16 * i))
+        to = target(lo, hi, 16 * p) // 16
+        if c.op[i] in (RET, BRX) and to or i in c.to and c.op[i] not in (RET, BRX) and not comes_to(to, i + 1 if turned else c.to[i]):
+            raise Refused("instruction %#x leads elsewhere" % (16 * i))
+        if i in c.back and not comes_to((lo >> 32) // 16, c.back[i]):
+            raise Refused("instruction %#x: a call returns elsewhere" % (16 * i))
+        if i + 1 < c.n and not ends(was, had) and c.op[i] != CALL and not comes_to(p + 1, c.to[i] if turned else i + 1):
+            raise Refused("instruction %#x is followed by something else" % (16 * i))
+    if not all(comes_to(p, i) for p, i in zip(m.table, c.table)):
+        raise Refused("a table of branches leads elsewhere")
+    if m.origin[0] != 0:
+        raise Refused("the kernel begins elsewhere")
+
+
+def same(c, m, i):
+    """Whether old instruction i stands at its new place, but for its target, its sense and stall if it was turned round, and a return address."""
+    (lo, hi), (was, had) = m.word[m.at[i]], c.word[i]
+    if turns_round(was, had) and (lo ^ was) >> 15 & 1:
+        lo, hi, had = lo ^ 1 << 15, hi & ~(15 << 41), had & ~(15 << 41)
+    if i in c.to:
+        return aimed(lo, hi, 0, 16) == aimed(was, had, 0, 16)
+    if i in c.back:
+        lo, was = lo & 0xFFFFFFFF, was & 0xFFFFFFFF
+    return (lo, hi) == (was, had)
+
+
+# ---- what else knows of places ----------------------------------------------------------------------------------------
+
+INFO_LISTS = {0x1C, 0x28}  # EXIT, COOP_GROUP: offsets
+INFO_BRANCHES = 0x34  # INDIRECT_BRANCH: of each its offset, two halfwords, a count and so many targets
+
+
+def mended_info(raw, at, code_bytes):
+    """.nv.info of a kernel: tools and debuggers go by its lists."""
+    out, p = bytearray(raw), 0
+
+    def moved(offset):
+        value = struct.unpack_from("<I", out, offset)[0]
+        if value % 16 == 0 and value < code_bytes:
+            struct.pack_into("<I", out, offset, 16 * at[value // 16])
+
+    while p + 4 <= len(raw):
+        form, attribute, size = struct.unpack_from("<BBH", raw, p)
+        p += 4
+        if form != 4:
+            continue
+        if attribute in INFO_LISTS:
+            for q in range(p, p + size, 4):
+                moved(q)
+        if attribute == INFO_BRANCHES:
+            q = p
+            while q + 12 <= p + size:
+                n = struct.unpack_from("<I", raw, q + 8)[0]
+                for place in [q] + list(range(q + 12, q + 12 + 4 * n, 4)):
+                    moved(place)
+                q += 12 + 4 * n
+        p += size
+    return bytes(out)
+
+
+def write(k, m):
+    e = k.elf
+    e.put(".text." + k.name, b"".join(struct.pack("<QQ", *w) for w in m.word))
+    if m.table:
+        e.put(".nv.constant2." + k.name, b"".join(struct.pack("<I", 16 * p) for p in m.table))
+    info = ".nv.info." + k.name
+    if info in e.section:
+        e.put(info, mended_info(e.bytes(info), m.at, 16 * k.code.n))
+    for at, value in k.symbols:
+        struct.pack_into("<Q", e.data, at + 8, 16 * m.at[value // 16])
+
+
+# ---- the profile ----------------------------------------------------------------------------------------------------
+
+
+def read_profile(path):
+    """Of each function its digest and (first, end, models) of what is executed."""
+    functions = {}
+    with open(path) as f:
+        for number, line in enumerate(f, 1):
+            if line.startswith("#") or not line.strip():
+                continue
+            m = re.fullmatch(r"(\S+) ([0-9a-f]{16})((?: \d+-\d+:[0-9a-f]+)+)\s*", line)
+            if not m:
+                raise Refused("%s, line %d: expected a function, a digest and ranges FIRST-END:MODELS" % (path, number))
+            functions[m[1]] = (m[2], [(int(a), int(b), int(c, 16)) for a, b, c in re.findall(r"(\d+)-(\d+):([0-9a-f]+)", m[3])])
+    return functions
+
+
+def models_of(k, profile):
+    """Who executes each instruction, and how many functions are not those of the profile."""
+    models, strange = [0] * k.code.n, 0
+    for first, end, name in k.functions:
+        digest, ranges = profile.get(name, (None, []))
+        if digest == k.code.digest(first, end):
+            for a, b, who in ranges:
+                models[first + a : first + b] = [who] * (b - a)
+        elif ranges:
+            strange += 1
+            models[first:end] = [functools.reduce(operator.or_, (who for _, _, who in ranges))] * (end - first)
+    return models, strange
+
+
+def counts_of(path):
+    """A kernel's instructions in order, each with how many warps executed it: ncu --page source --csv."""
+    with open(path, newline="") as f:
+        column, counts = None, []
+        for row in csv.reader(f):
+            if "inst_executed" in row:
+                column = row.index("inst_executed")
+            elif column is not None and len(row) > column:
+                counts.append(int(row[column] or 0))
+    if not counts:
+        raise Refused("%s: expected a source page of ncu with inst_executed" % path)
+    return counts
+
+
+def learn(file, path, pages):
+    k = max(kernels(bytearray(open(file, "rb").read())), key=lambda k: k.code.n)
+    models = [0] * k.code.n
+    for bit, page in enumerate(pages):
+        counts = counts_of(page)
+        if len(counts) != k.code.n:
+            raise Refused("%s: expected %d instructions, the kernel of %s, found %d" % (page, k.code.n, file, len(counts)))
+        models = [m | (n >= EXECUTED) << bit for m, n in zip(models, counts)]
+    with open(path, "w") as f:
+        f.write("# What a step of one row executes of the kernel, by profiles/layout.sh: function, digest of its code, ranges of its instructions and by which models. megakernel/layout.py reads it.\n")
+        f.write("# Models, from bit 0 on: %s\n" % " ".join(os.path.basename(p).rsplit(".", 1)[0] for p in pages))
+        for first, end, name in k.functions:
+            runs = [(len(list(g)), who) for who, g in itertools.groupby(models[first:end])]
+            at = itertools.accumulate([n for n, _ in runs], initial=0)
+            ranges = ["%d-%d:%x" % (a, a + n, who) for a, (n, who) in zip(at, runs) if who]
+            if ranges:
+                f.write(" ".join([name, k.code.digest(first, end)] + ranges) + "\n")
+
+
+def main(argv):
+    if len(argv) < 4 or argv[1] not in ("apply", "learn", "show") or (argv[1] == "learn") != (len(argv) > 4):
+        sys.stderr.write(__doc__.split("\n\n")[1] + "\n")
+        return 2
+    what, file, path = argv[1:4]
+    try:
+        if what == "learn":
+            learn(file, path, argv[4:])
+            return 0
+        profile = read_profile(path)
+        data = bytearray(open(file, "rb").read())
+        found = False
+        for k in kernels(data):
+            if not any(name in profile for _, _, name in k.functions):
+                continue
+            found = True
+            models, strange = models_of(k, profile)
+            m = moved(k, models)
+            prove(k, m)
+            hot = sum(s[1] - s[0] for s in m.order if s[2])
+            print("  layout %s: %d of %d KB to the front, %d branches added, %d turned round, %d instructions left out%s" % (
+                k.name, hot // 64, k.code.n // 64, m.added, m.turned, m.dropped, ", %d functions are not those of the profile" % strange if strange else ""))
+            write(k, m)
+        if not found:
+            raise Refused("%s: no kernel that %s knows (nvcc must not have compressed it)" % (file, path))
+        if what == "apply":
+            with open(file, "r+b") as f:
+                f.write(data)
+    except (Refused, OSError) as e:
+        sys.stderr.write("layout: %s\n" % e)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
