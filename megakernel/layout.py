@@ -176,6 +176,7 @@ class Kernel:
         self.code = Code(elf.bytes(".text." + name), elf.bytes(table) if table in elf.section else b"", [first for first, _ in found])
         ends_at = [first for first, _ in found[1:]] + [self.code.n]
         self.functions = [(first, end, text) for (first, text), end in zip(found, ends_at)]  # name without what the build puts into it
+        self.rank = [0] * len(found)
 
 
 def kernels(data):
@@ -234,7 +235,7 @@ class Moved:
     def __init__(self, k, models, gap=GAPS[0]):
         c = k.code
         entry, *others = segments(k, models, gap)
-        self.order = [entry] + sorted(others, key=lambda s: (-bin(s[2]).count("1"), s[2]))
+        self.order = [entry] + sorted(others, key=lambda s: (-bin(s[2]).count("1"), s[2], k.rank[s[3]]))
         self.added = self.turned = self.dropped = 0
         out, at = [], [None] * c.n  # out: (word, the old place that it leads to or None, the old place that it comes from or None)
         for s, after in zip(self.order, self.order[1:] + [None]):
@@ -384,7 +385,7 @@ def write(k, m):
 
 
 def read_profile(path):
-    """Of each function its digest and (first, end, models) of what is executed."""
+    """Of each function its digest and (first, end, models) of what is executed, in the order in which functions are to lie."""
     functions = {}
     with open(path) as f:
         for number, line in enumerate(f, 1):
@@ -398,8 +399,9 @@ def read_profile(path):
 
 
 def models_of(k, profile):
-    """Who executes each instruction, and how many functions are not those of the profile."""
+    """Who executes each instruction, and how many functions are not those of the profile. Gives the functions the profile's order."""
     models, strange = [0] * k.code.n, 0
+    k.rank = [list(profile).index(name) if name in profile else len(profile) for _, _, name in k.functions]
     for first, end, name in k.functions:
         digest, ranges = profile.get(name, (None, []))
         if digest == k.code.digest(first, end):
