@@ -44,16 +44,17 @@ MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, const mk_f
     const mk_delta *e = &f->in.delta;
     const uint32_t params = (mk_delta_rate_at(e) + 1 + mk_delta_decays(e) + e->dv) * 4, state = (uint32_t)mk_delta_state_bytes(e);
 #pragma unroll 1
-    for (uint32_t i = lane * 128; i < params; i += 32 * 128) mk_prefetch((const uint8_t *)(a->param + e->param_off) + i);
+    for (uint32_t r = 0; r < step->nrows + 2; r++) { /* one loop for all: parameters, weights, then the rows' states */
+        const uint8_t *from = (const uint8_t *)(a->param + e->param_off);
+        uint32_t bytes = params;
+        if (r == 1) from = a->tape + f->plan.tape, bytes = f->in.tape_bytes;
+        if (r > 1) {
+            const mk_row *row = &step->row[r - 2];
+            if (mk_row_follows(step, r - 2) || (row->flags & MK_ROW_FIRST)) continue;
+            from = a->state + row->state_read * a->state_slot_bytes + e->state_off, bytes = state;
+        }
 #pragma unroll 1
-    for (uint32_t i = lane * 128; i < f->in.tape_bytes; i += 32 * 128) mk_prefetch(a->tape + f->plan.tape + i);
-#pragma unroll 1
-    for (uint32_t r = 0; r < step->nrows; r++) {
-        const mk_row *row = &step->row[r];
-        if (mk_row_follows(step, r) || (row->flags & MK_ROW_FIRST)) continue;
-        const uint8_t *from = a->state + row->state_read * a->state_slot_bytes + e->state_off;
-#pragma unroll 1
-        for (uint32_t i = lane * 128; i < state; i += 32 * 128) mk_prefetch(from + i);
+        for (uint32_t i = lane * 128; i < bytes; i += 32 * 128) mk_prefetch(from + i);
     }
 }
 
