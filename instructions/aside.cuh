@@ -36,12 +36,9 @@ MK_DEV uint4 mk_aside_packet(const mk_fed *f, uint32_t k, uint32_t packet)
     const uint32_t epoch = f->place.epoch[k];
     uint32_t looks = 0;
     uint4 q;
-    for (;;) {
+    do {
         q = mk_packet_load(from);
-        if (q.w == epoch) break;
-        if (__builtin_expect((++looks & 255u) != 0, 1)) continue;
-        if (!mk_still_waiting(looks, k, 0, packet, q.w)) break;
-    }
+    } while (q.w != epoch && mk_still_waiting(++looks, k, 0, packet, q.w));
     mk_waited(looks);
     return q;
 }
@@ -111,6 +108,17 @@ template <uint32_t FORM> MK_DEV float2 mk_aside_tile(mk_next *slot, const mk_til
     return make_float2(sum.x, sum.z);
 }
 
+/* mk_publish_at of a slice's first unit: lane i stores packet i, whose words it asks the lanes for that have them. */
+MK_DEV void mk_aside_publish(uint4 *slice, bool f32, uint32_t n, float value, uint32_t epoch, uint32_t lane)
+{
+    n = min(n, MK_UNIT);
+    if (lane >= n) value = 0;
+    const uint32_t other = __shfl_down_sync(0xffffffffu, mk_bf16_bits(value), 1) << 16, per = f32 ? 1 : 2, first = 3 * per * lane;
+    const uint32_t word = f32 ? __float_as_uint(value) : mk_bf16_bits(value) | other;
+    const uint32_t x = __shfl_sync(0xffffffffu, word, first), y = __shfl_sync(0xffffffffu, word, first + per), z = __shfl_sync(0xffffffffu, word, first + 2 * per);
+    if (first < n) mk_packet_store(slice + lane, x, y, z, epoch);
+}
+
 template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t lane)
 {
     const mk_insn *in = &f->in;
@@ -159,7 +167,7 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
             y = __fadd_rn(y, __uint_as_float(mk_lds32(parts + 4 * (MK_ASIDE_ROWS * q + n + i))));
         }
         const float norm = mk_rms_factor(p, sh->sumsq[sh->memo[0].parity][0]) * in->gemv.scale;
-        mk_publish_at(f->place.out, end & MK_END_F32, n, 0, mk_silu(x * norm) * (y * norm), f->place.out_epoch, lane);
+        mk_aside_publish(f->place.out, end & MK_END_F32, n, mk_silu(x * norm) * (y * norm), f->place.out_epoch, lane);
         return;
     }
     if (lane >= n) return;
