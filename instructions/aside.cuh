@@ -24,9 +24,31 @@ MK_DEV void mk_aside_sync(void)
     __syncwarp();
     asm volatile("bar.sync 2, %0;" ::"n"(MK_ASIDES * 32) : "memory");
 }
-MK_DEV bool mk_aside_traced(const mk_shared *sh, uint32_t warp, uint32_t lane)
+/* What the trace wants of a GEMV is noted whether it is traced or not: that is shorter. */
+MK_DEV void mk_aside_note(uint32_t *what, uint32_t warp, uint32_t lane)
 {
-    return warp == 0 && lane == 0 && sh->trace.on;
+    if (!(warp | lane)) *what = mk_now_low();
+}
+/* A packet of wait k, however late. */
+MK_DEV uint4 mk_aside_packet(const mk_fed *f, uint32_t k, uint32_t packet)
+{
+    const uint4 *from = f->place.in[k] + packet;
+    const uint32_t epoch = f->place.epoch[k];
+    uint32_t looks = 0;
+    uint4 q;
+    do {
+        q = mk_packet_load(from);
+    } while (q.w != epoch && mk_still_waiting(++looks, k, 0, packet, q.w));
+    mk_waited(looks);
+    return q;
+}
+/* Waits for a phase of a stage's barrier; on abort it returns anyway. As mk_stage_await, but nobody's wait is noted. */
+MK_DEV void mk_aside_stage_wait(mk_shared *sh, uint32_t bar, uint32_t parity)
+{
+    while (!mk_mbar_try(bar, parity)) {
+        mk_flag_set(&sh->stage_kind, MK_FAULT_TAPE);
+        if (mk_flag_get(&sh->aborted)) return;
+    }
 }
 
 /* Stages what compute warp `as` would gather, as mk_take has it. */
@@ -40,8 +62,7 @@ template <uint32_t FORM> MK_DEV void mk_aside_stage(mk_shared *sh, const mk_fed 
     for (uint32_t group = as; group * g.values < k; group += MK_WARPS) {
         const uint32_t v = group * g.values + h.value, packet = p->skip + group * g.packets + lane;
         if (!h.count || v >= k) continue;
-        const uint4 *from = f->place.in[0] + packet;
-        const uint4 q = mk_packet_get(from, mk_packet_load(from), f->place.epoch[0], 0, 0, packet);
+        const uint4 q = mk_aside_packet(f, 0, packet);
         const uint32_t w[3] = {q.x, q.y, q.z};
 #pragma unroll
         for (uint32_t i = 0; i < 3; i++) {
@@ -60,7 +81,7 @@ template <uint32_t FORM> MK_DEV float2 mk_aside_tile(mk_next *slot, const mk_til
     constexpr bool FP8 = FORM == MK_X_F16;
     constexpr uint32_t VALUES = FP8 ? 128 : 64; /* bytes of a staged K block */
     const uint32_t rows = t->rows, column = mk_smem(mk_sh()->staging) + base + mk_ldx_at<FP8>(lane), norm = mk_smem(mk_sh()->factor) + base / 32;
-    const uint32_t half = rows / t->halves, scale_row = 4 * t->nseg * t->halves;
+    const uint32_t half = t->halves == 2 ? rows / 2 : rows, scale_row = 4 * t->nseg * t->halves;
     const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16;
     const bool several = t->nseg > 1 || t->halves == 2;
     const uint32_t c0 = several ? mk_scale_of(row0 + (lane >> 2), rows, half, t->nseg, t->phase) : 0, c1 = several ? mk_scale_of(row0 + 8 + (lane >> 2), rows, half, t->nseg, t->phase) : 0;
@@ -68,7 +89,7 @@ template <uint32_t FORM> MK_DEV float2 mk_aside_tile(mk_next *slot, const mk_til
 #pragma unroll 1
     for (uint32_t turn = 0; s < t->nst; s += MK_GROUPS, turn += t->per) {
         const uint32_t kb = s * t->per, end = min(kb + t->per, t->nkb);
-        mk_stage_wait(slot->bar, slot->phase, MK_FAULT_TAPE);
+        mk_aside_stage_wait(mk_sh(), slot->bar, slot->phase);
 #pragma unroll 1
         for (uint32_t k = kb + ((warp - turn) & (MK_GROUP_WARPS - 1)); k < end; k += MK_GROUP_WARPS) {
             const uint32_t stage = mk_after(slot->stage), xk = mk_after(column) + k * VALUES, scale = stage - lap->scales + (k >> t->shift) * scale_row;
@@ -87,6 +108,17 @@ template <uint32_t FORM> MK_DEV float2 mk_aside_tile(mk_next *slot, const mk_til
     return make_float2(sum.x, sum.z);
 }
 
+/* mk_publish_at of a slice's first unit: lane i stores packet i, whose words it asks the lanes for that have them. */
+MK_DEV void mk_aside_publish(uint4 *slice, bool f32, uint32_t n, float value, uint32_t epoch, uint32_t lane)
+{
+    n = min(n, MK_UNIT);
+    if (lane >= n) value = 0;
+    const uint32_t other = __shfl_down_sync(0xffffffffu, mk_bf16_bits(value), 1) << 16, per = f32 ? 1 : 2, first = 3 * per * lane;
+    const uint32_t word = f32 ? __float_as_uint(value) : mk_bf16_bits(value) | other;
+    const uint32_t x = __shfl_sync(0xffffffffu, word, first), y = __shfl_sync(0xffffffffu, word, first + per), z = __shfl_sync(0xffffffffu, word, first + 2 * per);
+    if (first < n) mk_packet_store(slice + lane, x, y, z, epoch);
+}
+
 template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t lane)
 {
     const mk_insn *in = &f->in;
@@ -100,12 +132,15 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
         while (!mk_mbar_try(mk_smem(&sh->route_staged), f->place.after)) {}
     } else {
         mk_aside_after(sh, f->place.after);
-        for (uint32_t since = mk_now_low(); mk_now_low() - since < MK_ASIDE_LATER;) __nanosleep(300);
+        const uint32_t since = mk_now_low();
+        do {
+            __nanosleep(300);
+        } while (mk_now_low() - since < MK_ASIDE_LATER);
 #pragma unroll 1
         for (uint32_t as = warp; as < MK_WARPS; as += MK_ASIDES) mk_aside_stage<FORM>(sh, f, as, lane);
     }
     mk_aside_sync();
-    if (mk_aside_traced(sh, warp, lane)) sh->aside.note.input = mk_now_low();
+    mk_aside_note(&sh->aside.note.input, warp, lane);
 
     if (!up) mk_aside_after(sh, f->place.after + 1); /* EXPERT_UP, whose stages come before these */
     const uint32_t at = sh->memo[warp].next.at;
@@ -121,7 +156,7 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
         }
     }
     mk_aside_sync();
-    if (mk_aside_traced(sh, warp, lane)) sh->aside.note.publish = mk_now_low();
+    mk_aside_note(&sh->aside.note.publish, warp, lane);
     if (warp) return;
     if (up) { /* a lane a row of u */
         float x = 0, y = 0;
@@ -132,7 +167,7 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
             y = __fadd_rn(y, __uint_as_float(mk_lds32(parts + 4 * (MK_ASIDE_ROWS * q + n + i))));
         }
         const float norm = mk_rms_factor(p, sh->sumsq[sh->memo[0].parity][0]) * in->gemv.scale;
-        mk_publish_at(f->place.out, end & MK_END_F32, n, 0, mk_silu(x * norm) * (y * norm), f->place.out_epoch, lane);
+        mk_aside_publish(f->place.out, end & MK_END_F32, n, mk_silu(x * norm) * (y * norm), f->place.out_epoch, lane);
         return;
     }
     if (lane >= n) return;
@@ -144,8 +179,7 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
     for (uint32_t k = 1; k < 3; k++) { /* residual, gate */
         if (!(end & (k == 1 ? MK_END_ADDS : MK_END_GATED))) continue;
         const uint32_t packet = k == 1 ? lane / 3 : p->gate_at, word = k == 1 ? lane % 3 : end >> 8 & 3;
-        const uint4 *from = f->place.in[k] + packet;
-        const uint4 q = mk_packet_get(from, mk_packet_load(from), f->place.epoch[k], k, 0, packet);
+        const uint4 q = mk_aside_packet(f, k, packet);
         const float x = __uint_as_float(word == 0 ? q.x : word == 1 ? q.y : q.z);
         if (k == 1)
             res = x;
@@ -155,23 +189,25 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
     ((float *)(mk_local_memory(&sh->args) + p->out_at))[lane] = __fadd_rn(res, __fmul_rn(open, y));
 }
 
-/* One after the other, as the controller hands them over, until it says MK_OP_LEAVE. */
-MK_DEV void mk_aside(mk_shared *sh, uint32_t warp, uint32_t lane)
+/* One after the other, as the controller hands them over, until it says MK_OP_LEAVE. Warp and lane are found anew every turn: what is made of them would be made before the first and kept
+ * in local memory. */
+MK_DEV void mk_aside(mk_shared *sh)
 {
 #pragma unroll 1
-    for (uint32_t n = 0;; n++) {
-        while (!mk_mbar_try(mk_smem(&sh->aside_full), n & 1)) {}
+    for (uint32_t parity = 0;; parity ^= 1) {
+        const uint32_t tid = mk_tid_now() - MK_WARP_ASIDE * 32, warp = tid / 32, lane = tid % 32;
+        while (!mk_mbar_try(mk_smem(&sh->aside_full), parity)) {}
         const mk_fed *f = &sh->aside;
         if (f->place.run == MK_OP_LEAVE) return;
-        const bool gemv = f->in.opcode == MK_OP_GEMV, traced = gemv && mk_aside_traced(sh, warp, lane);
-        if (traced) sh->aside.note.start = mk_now_low();
+        const bool gemv = f->in.opcode == MK_OP_GEMV;
+        mk_aside_note(&sh->aside.note.start, warp, lane);
         if (!gemv)
             mk_mla_aside(sh, f, warp, lane);
         else if (f->plan.x.form == MK_X_F16)
             mk_aside_gemv<MK_X_F16>(sh, f, warp, lane);
         else
             mk_aside_gemv<MK_X_BF16>(sh, f, warp, lane);
-        if (traced) mk_trace_write(&f->in, mk_now_low(), 0);
+        if (__builtin_expect(gemv && !tid && sh->trace.on, 0)) mk_trace_write(&f->in, mk_now_low(), 0);
         __syncwarp();
         if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_done));
     }

@@ -85,8 +85,9 @@ MK_DEV uint32_t mk_pack_bf16(float lo, float hi)
 MK_DEV void mk_att_put(uint8_t *q, const mk_att_queries *x, uint32_t h, uint32_t c, float a, float b)
 {
     const uint32_t hi = mk_pack_bf16(a, b), lo = mk_pack_bf16(__fadd_rn(a, -mk_bf16_value(hi & 0xffffu)), __fadd_rn(b, -__uint_as_float(hi & 0xffff0000u)));
-    *(uint32_t *)mk_att_at(q, h, c) = hi;
-    if (c >= 32 * x->fine) *(uint32_t *)(!x->two ? mk_att_at(q, h + 8, c) : mk_att_at(q + mk_att_plane_bytes((x->nk + 31) / 32), h, c - 32 * x->fine)) = lo;
+    uint8_t *at = mk_att_at(q, h, c);
+    *(uint32_t *)at = hi;
+    if (c >= 32 * x->fine) *(uint32_t *)(at + (x->two ? mk_att_plane_bytes((x->nk + 31) / 32) - 1024 * x->fine : 4)) = lo; /* mk_att_byte of c - 32 fine; of h + 8 */
 }
 
 /* Values [first, first + n) of one row of wait w (k to those who ask what is waited for) as f32 into shared memory, by thread `at` of `threads` (whole warps). It waits

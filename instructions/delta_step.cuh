@@ -22,11 +22,10 @@ typedef struct mk_delta_row {
     float a[MK_DELTA_DK]; /* decay factors; MK_DECAY_HEAD: a[0] */
     float z[MK_DELTA_DV]; /* o_norm * gate */
     float o[MK_DELTA_DV];
-    alignas(16) float beta;
-    float rk, rq, qk_dot; /* one row with a low rank: mk_delta_norms */
+    float beta, pad[3];
     /* low rank: the inputs of f and those of z as 16-bit floats in eight blocks of 32, and what a block is to be multiplied by */
     uint16_t low[2 * MK_DELTA_RANK];
-    float unscale[8];
+    alignas(16) float unscale[8];
 } mk_delta_row;
 static_assert(sizeof(mk_delta_row) * MK_MAX_ROWS <= MK_STAGING && sizeof(mk_delta_row) % 16 == 0, "eight rows fit");
 static_assert(2 * MK_DELTA_DK == MK_COMPUTE, "a thread has a channel of q or k");
@@ -44,16 +43,17 @@ MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, const mk_f
     const mk_delta *e = &f->in.delta;
     const uint32_t params = (mk_delta_rate_at(e) + 1 + mk_delta_decays(e) + e->dv) * 4, state = (uint32_t)mk_delta_state_bytes(e);
 #pragma unroll 1
-    for (uint32_t i = lane * 128; i < params; i += 32 * 128) mk_prefetch((const uint8_t *)(a->param + e->param_off) + i);
+    for (uint32_t r = 0; r < step->nrows + 2; r++) { /* one loop for all: parameters, weights, then the rows' states */
+        const uint8_t *from = (const uint8_t *)(a->param + e->param_off);
+        uint32_t bytes = params;
+        if (r == 1) from = a->tape + f->plan.tape, bytes = f->in.tape_bytes;
+        if (r > 1) {
+            const mk_row *row = &step->row[r - 2];
+            if (mk_row_follows(step, r - 2) || (row->flags & MK_ROW_FIRST)) continue;
+            from = a->state + row->state_read * a->state_slot_bytes + e->state_off, bytes = state;
+        }
 #pragma unroll 1
-    for (uint32_t i = lane * 128; i < f->in.tape_bytes; i += 32 * 128) mk_prefetch(a->tape + f->plan.tape + i);
-#pragma unroll 1
-    for (uint32_t r = 0; r < step->nrows; r++) {
-        const mk_row *row = &step->row[r];
-        if (mk_row_follows(step, r) || (row->flags & MK_ROW_FIRST)) continue;
-        const uint8_t *from = a->state + row->state_read * a->state_slot_bytes + e->state_off;
-#pragma unroll 1
-        for (uint32_t i = lane * 128; i < state; i += 32 * 128) mk_prefetch(from + i);
+        for (uint32_t i = lane * 128; i < bytes; i += 32 * 128) mk_prefetch(from + i);
     }
 }
 
@@ -146,7 +146,19 @@ template <uint32_t LOW> MK_DEV uint32_t mk_delta_input(uint32_t w, uint32_t lane
 {
     return LOW == MK_W_FP8 ? (w >> 1) * 64 + (lane >> 3) * 16 + (w & 1) * 8 + (lane & 7) : w * 32 + lane;
 }
-/* Takes one input of every row: the warps' first half those of f. */
+/* Takes one input of a row: the warps' first half those of f. By all lanes. */
+template <uint32_t LOW> MK_DEV void mk_delta_take_input(const mk_dev *d, float x, mk_delta_row *row)
+{
+    __syncwarp();
+    if (LOW == MK_W_FP8) { /* a power of two brings the block into f16's range, exactly but for what is below 2^-29 of its largest value */
+        const uint32_t bits = __float_as_uint(x) >> 16;
+        const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, bits & 0x7fffu));
+        row->low[d->tid] = (uint16_t)mk_f16_pair_shifted(bits, shift.less);
+        if (d->lane == 0) row->unscale[d->warp] = shift.inverse;
+    } else {
+        row->low[d->tid] = (uint16_t)mk_bf16_bits(x);
+    }
+}
 template <uint32_t LOW> MK_DEV void mk_delta_inputs(const mk_dev *d, const mk_spot *spot, uint4 look, mk_delta_row *rows, uint32_t nrows)
 {
 #pragma unroll 1
@@ -154,16 +166,7 @@ template <uint32_t LOW> MK_DEV void mk_delta_inputs(const mk_dev *d, const mk_sp
         uint4 q = look;
         if (r + 1 < nrows) look = mk_spot_look(spot, r + 1);
         mk_spot_wait(spot, r, &q);
-        const float x = mk_spot_bf16(spot, q);
-        __syncwarp();
-        if (LOW == MK_W_FP8) { /* a power of two brings the block into f16's range, exactly but for what is below 2^-29 of its largest value */
-            const uint32_t bits = __float_as_uint(x) >> 16;
-            const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, bits & 0x7fffu));
-            rows[r].low[d->tid] = (uint16_t)mk_f16_pair_shifted(bits, shift.less);
-            if (d->lane == 0) rows[r].unscale[d->warp] = shift.inverse;
-        } else {
-            rows[r].low[d->tid] = (uint16_t)mk_bf16_bits(x);
-        }
+        mk_delta_take_input<LOW>(d, mk_spot_bf16(spot, q), rows + r);
         if (++r == nrows) break;
     }
 }
@@ -204,7 +207,10 @@ template <uint32_t LOW>
 MK_DEV void mk_delta_product(const mk_delta_row *rows, uint32_t nrows, uint32_t which, uint32_t lane, const mk_delta_open *open, const float *scale, float *sum)
 {
     const uint32_t g = lane / 4, t = lane & 3;
-    const mk_delta_row *x = rows + (g < nrows ? g : 0), *even = rows + (2 * t < nrows ? 2 * t : 0), *odd = rows + (2 * t + 1 < nrows ? 2 * t + 1 : 0);
+    const bool one = nrows == 1; /* or its places are worked out even where that is known */
+    const mk_delta_row *x = rows + (!one && g < nrows ? g : 0), *even = rows + (!one && 2 * t < nrows ? 2 * t : 0), *odd = rows + (!one && 2 * t + 1 < nrows ? 2 * t + 1 : 0);
+    float4 even_unscale, odd_unscale;
+    if (LOW == MK_W_FP8) even_unscale = ((const float4 *)even->unscale)[which], odd_unscale = ((const float4 *)odd->unscale)[which];
 #pragma unroll
     for (uint32_t w = 0; w < 4; w++) {
         const uint4 b = *(const uint4 *)(x->low + (which * 4 + w) * 32 + t * 8);
@@ -213,7 +219,7 @@ MK_DEV void mk_delta_product(const mk_delta_row *rows, uint32_t nrows, uint32_t 
         if (LOW == MK_W_FP8) {
             mk_mma_f16_first(c, m, b.x, b.y);
             mk_mma_f16(c, n, b.z, b.w);
-            const float u = even->unscale[which * 4 + w] * scale[w >> 1], v = odd->unscale[which * 4 + w] * scale[w >> 1];
+            const float u = (&even_unscale.x)[w] * scale[w >> 1], v = (&odd_unscale.x)[w] * scale[w >> 1];
             sum[0] = w ? __fmaf_rn(c[0], u, sum[0]) : __fmul_rn(c[0], u);
             sum[1] = w ? __fmaf_rn(c[1], v, sum[1]) : __fmul_rn(c[1], v);
             sum[2] = w ? __fmaf_rn(c[2], u, sum[2]) : __fmul_rn(c[2], u);
@@ -363,25 +369,17 @@ MK_DEV mk_delta_norms mk_delta_norms_of(float4 q, float4 k, uint32_t lane)
     const mk_delta_norms n = {__shfl_sync(0xffffffffu, over, 8), __fmul_rn(__shfl_sync(0xffffffffu, over, 0), 0x1.6a09e6p-4f), __shfl_sync(0xffffffffu, norm, 16)};
     return n;
 }
-MK_DEV float4 mk_delta_q(const mk_delta_row *x, uint32_t lane)
-{
-    return ((const float4 *)x->qk)[lane];
-}
-MK_DEV float4 mk_delta_k(const mk_delta_row *x, uint32_t lane)
-{
-    return ((const float4 *)x->qk)[MK_DELTA_DK / 4 + lane];
-}
 
 /* A row and the columns that a warp has in registers: what the state is multiplied by and takes up. Lanes 4 c to 4 c + 3 have column c's delta, those 16 further its o. */
 typedef struct mk_delta_turn {
     float4 k, a;
     float rk, delta, o;
 } mk_delta_turn;
-/* v: the value channel of the lane's column, or another that there is. normed: the norms are there. */
-MK_DEV mk_delta_turn mk_delta_columns(const mk_delta_row *x, bool head, bool normed, uint32_t v, uint32_t lane, const float4 *s)
+/* v: the value channel of the lane's column, or another that there is. */
+MK_DEV mk_delta_turn mk_delta_columns(const mk_delta_row *x, bool head, uint32_t v, uint32_t lane, const float4 *s)
 {
     const float a0 = x->a[0];
-    const float4 q = mk_delta_q(x, lane), k = mk_delta_k(x, lane), there = *(const float4 *)&x->beta;
+    const float4 q = ((const float4 *)x->qk)[lane], k = ((const float4 *)x->qk)[MK_DELTA_DK / 4 + lane];
     const float4 a = head ? make_float4(a0, a0, a0, a0) : ((const float4 *)x->a)[lane], ka = mk_mul4(k, a), qa = mk_mul4(q, a);
     float dot[2 * MK_DELTA_COLS];
 #pragma unroll
@@ -391,9 +389,8 @@ MK_DEV mk_delta_turn mk_delta_columns(const mk_delta_row *x, bool head, bool nor
     }
     /* lanes 4 c to 4 c + 3 have k'S of column c, 16 lanes on q'S; then that column's delta, and its o */
     const float sum = mk_warp_eight(dot, lane);
-    mk_delta_norms n = {there.y, there.z, there.w};
-    if (!normed) n = mk_delta_norms_of(q, k, lane);
-    const float delta = __fmul_rn(there.x, __fmaf_rn(-n.rk, sum, x->v[v]));
+    const mk_delta_norms n = mk_delta_norms_of(q, k, lane);
+    const float delta = __fmul_rn(x->beta, __fmaf_rn(-n.rk, sum, x->v[v]));
     const float own = __shfl_sync(0xffffffffu, delta, lane & 15), o = __fmaf_rn(__fmul_rn(__fmul_rn(n.qk, n.rq), n.rk), own, __fmul_rn(n.rq, sum));
     const mk_delta_turn t = {k, a, n.rk, delta, o};
     return t;
@@ -448,7 +445,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
 #pragma unroll
                 for (int c = 0; c < MK_DELTA_COLS; c++) s[c] = mk_delta_load(d, e, matrix, r, v0 + c * MK_WARPS);
             const uint32_t v = v0 + (lane / 4 & 3) * MK_WARPS;
-            const mk_delta_turn t = mk_delta_columns(x, head, false, v < dv ? v : 0, lane, s);
+            const mk_delta_turn t = mk_delta_columns(x, head, v < dv ? v : 0, lane, s);
             if ((lane & 19) == 16 && v < dv) x->o[v] = t.o;
             if (r + 1 == nrows && v0 + MK_DELTA_COLS * MK_WARPS >= dv + d->warp) {
                 mk_sync();
@@ -470,7 +467,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
 /* ---- one row --------------------------------------------------------------------------------------------------------- */
 
 /* The same sums in the same order, in half the instructions, and all that comes from memory is asked for before anything is waited for, the weights of f and z and what
- * their results meet included. */
+ * their results meet included. The inputs of a low rank are there long before q, k and v: f and z are made meanwhile. */
 
 #define MK_DELTA_SEGMENT(LOW) ((LOW) == MK_W_FP8 ? (16 + MK_DELTA_DK * MK_DELTA_RANK + 127 & ~127u) : 2 * MK_DELTA_DK * MK_DELTA_RANK) /* bytes, f's: mk_delta_segment_bytes */
 
@@ -483,7 +480,7 @@ template <uint32_t LOW> MK_DEV void mk_delta_ask(const mk_delta *e, uint32_t whi
 {
     const uint32_t n = which ? e->dv : MK_DELTA_DK, channel = 16 * warp + (lane & 15);
     mk_delta_weights<LOW>(mk_delta_segment<LOW>(tape + which * MK_DELTA_SEGMENT(LOW), &e->low[which], t->scale), n, 16 * warp, lane, t->a);
-    t->p = channel < n ? __ldg(param + 1 + which * MK_DELTA_DK + channel) : 0;
+    t->p = !which || channel < n ? __ldg(param + 1 + which * MK_DELTA_DK + channel) : 0;
 }
 
 /* Of the tile's row lane % 16. */
@@ -493,13 +490,28 @@ MK_DEV float mk_delta_result(uint32_t lane, const float *sum)
     return lane & 8 ? high : low;
 }
 
-MK_DEV void mk_delta_convolve_one(const mk_spot *spot, uint4 look, float4 w, float4 past, float4 *keep, float *to)
+MK_DEV void mk_delta_convolve_one(float x, float4 w, float4 past, float4 *keep, float *to)
 {
-    mk_spot_wait(spot, 0, &look);
-    const float x = mk_spot_bf16(spot, look);
     past = make_float4(past.y, past.z, past.w, x);
     *to = mk_silu(mk_dot4(w, past));
     *keep = past;
+}
+
+/* What a thread has besides its channel of q or k, by units of 32 values: f (no low rank), b, v, z (no low rank); with a low rank there are fewer units than warps. */
+typedef struct mk_delta_unit {
+    bool is_f, is_b, is_v, has;
+    uint32_t i, k, index; /* the value, and where: of wait k; without one: `idle` of wait 0 */
+} mk_delta_unit;
+template <uint32_t LOW> MK_DEV mk_delta_unit mk_delta_unit_of(const mk_delta *e, bool head, uint32_t u, uint32_t units, uint32_t lane, uint32_t idle)
+{
+    const uint32_t nv = (e->dv + 31) / 32, nf = LOW ? 0 : head ? 1 : MK_DELTA_DK / 32;
+    mk_delta_unit t;
+    t.is_f = !LOW && u < nf, t.is_b = u == nf, t.is_v = u - nf - 1 < nv;
+    t.i = (t.is_f ? u : t.is_b ? 0 : t.is_v ? u - nf - 1 : u - nf - 1 - nv) * 32 + lane;
+    t.has = u < units && t.i < (t.is_f ? head ? 1 : MK_DELTA_DK : t.is_b ? 1 : e->dv);
+    t.k = !t.has || t.is_v ? 0 : LOW || t.is_b ? 2 : 1;
+    t.index = t.has ? (t.is_f ? e->f_off : t.is_v ? e->v_off : LOW || t.is_b ? e->b_off : e->z_off) + t.i : idle;
+    return t;
 }
 
 template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
@@ -516,17 +528,8 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
     mk_delta_row *const x = (mk_delta_row *)d->sh->staging;
     mk_staged_drop(d);
 
-    mk_spot input = {};
-    uint4 input_look = make_uint4(0, 0, 0, 0);
-    if (LOW) {
-        input = mk_spot_of(d, 1, (key ? e->z_off : e->f_off) + mk_delta_input<LOW>(warp & 3, lane), false);
-        input_look = mk_spot_look(&input, 0);
-    }
-    const mk_spot spot = mk_spot_of(d, 0, key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid, false);
-    const uint4 look = mk_spot_look(&spot, 0);
     /* in the order in which they are needed, for they come from L2 one after the other */
-    mk_delta_tile<LOW> tile, z = {};
-    mk_delta_open open, z_open = {};
+    mk_delta_tile<LOW> tile, z = {}; /* ptxas keeps alive, across all opcodes, what is not set on every path */
     float rate = 0;
     if (LOW) {
         const uint8_t *tape = d->a->tape + mk_fed_of(in)->plan.tape;
@@ -534,79 +537,100 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         if (has_z) mk_delta_ask<LOW>(e, 1, tape, param, warp, lane, &z);
         rate = __ldg(param);
     }
+
+    /* the places of the low rank's input, of the channel of q or k, of the unit's value, one after the other by the same code */
+    const uint32_t units = LOW ? 1 + nv : (head ? 1 : MK_DELTA_DK / 32) + 1 + 2 * nv, mine = key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid;
+    mk_delta_unit unit = mk_delta_unit_of<LOW>(e, head, warp, units, lane, mine);
+    uint32_t low = 0, own = 0, other = 0, k = LOW ? 1 : 0, index = LOW ? (key ? e->z_off : e->f_off) + mk_delta_input<LOW>(warp & 3, lane) : mine;
+#pragma unroll 1
+    for (uint32_t turn = LOW ? 0 : 1; turn < 3; turn++) {
+        low = own, own = other, other = mk_spot_find(d, k, index);
+        k = turn ? unit.k : 0, index = turn ? unit.index : mine;
+    }
+    const uint4 *const at = place->in[0] + own / 8, *other_at = place->in[unit.k] + other / 8;
+    uint4 look = mk_packet_load(LOW ? place->in[1] + low / 8 : at);
+
     float4 s[MK_DELTA_COLS], past = make_float4(0, 0, 0, 0);
     if (!begins) past = __ldcg((const float4 *)from + d->tid);
-    const float4 w = __ldg((const float4 *)weight + d->tid), *const columns = (const float4 *)(from + matrix) + d->tid;
+    float4 w = __ldg((const float4 *)weight + d->tid);
+    const float4 *columns = (const float4 *)(from + matrix) + d->tid;
+    asm("" : "+l"(columns)); /* or it is worked out for each */
 #pragma unroll
     for (uint32_t c = 0; c < MK_DELTA_COLS; c++) {
         s[c] = make_float4(0, 0, 0, 0);
         if (!begins && warp + c * MK_WARPS < dv) s[c] = __ldcg(columns + c * MK_WARPS * (MK_DELTA_DK / 4));
     }
 
-    /* units of 32 other values: f (no low rank), b, v, z (no low rank); with a low rank there are fewer than warps */
-    const uint32_t nf = LOW ? 0 : head ? 1 : MK_DELTA_DK / 32, units = LOW ? 1 + nv : nf + 1 + 2 * nv;
 #pragma unroll 1
-    for (uint32_t u = warp;; u += MK_WARPS) {
-        const bool is_f = !LOW && u < nf, is_b = u == nf, is_v = u - nf - 1 < nv;
-        const uint32_t i = (is_f ? u : is_b ? 0 : is_v ? u - nf - 1 : u - nf - 1 - nv) * 32 + lane;
-        const bool has = u < units && i < (is_f ? head ? 1 : MK_DELTA_DK : is_b ? 1 : dv);
-        mk_spot other = {};
+    for (uint32_t u = warp;;) {
         uint4 first = make_uint4(0, 0, 0, 0);
         float4 taps = make_float4(0, 0, 0, 0), before = taps;
         float p = 0;
-        if (has) {
-            other = mk_spot_of(d, is_v ? 0 : LOW || is_b ? 2 : 1, (is_f ? e->f_off : is_v ? e->v_off : LOW || is_b ? e->b_off : e->z_off) + i, false);
-            first = mk_spot_look(&other, 0);
-            if (is_v) {
-                taps = __ldg((const float4 *)weight + 2 * MK_DELTA_DK + i);
-                if (!begins) before = __ldcg((const float4 *)from + 2 * MK_DELTA_DK + i);
-            } else if (!LOW && !is_b) {
-                p = __ldg(param + 1 + i + (is_f ? 0 : head ? 1 : MK_DELTA_DK));
-                if (is_f) rate = __ldg(param);
+        if (unit.has) {
+            if (!LOW) first = mk_packet_load(other_at);
+            if (unit.is_v) {
+                taps = __ldg((const float4 *)weight + 2 * MK_DELTA_DK + unit.i);
+                if (!begins) before = __ldcg((const float4 *)from + 2 * MK_DELTA_DK + unit.i);
+            } else if (!LOW && !unit.is_b) {
+                p = __ldg(param + 1 + unit.i + (unit.is_f ? 0 : head ? 1 : MK_DELTA_DK));
+                if (unit.is_f) rate = __ldg(param);
             }
         }
-        if (LOW) { /* the weights are there before the packets, mostly */
-            open = mk_delta_opened<LOW>(tile.a);
-            if (has_z) z_open = mk_delta_opened<LOW>(z.a);
-#pragma unroll
-            for (uint32_t k = 0; k < 32; k++) mk_keep(&open.a[k / 8][k % 8]), mk_keep(&z_open.a[k / 8][k % 8]);
+        if constexpr (LOW != 0) {
+            look = mk_packet_get(place->in[1] + low / 8, look, place->epoch[1], 1, 0, low / 8);
+            mk_delta_take_input<LOW>(d, mk_found_bf16(low, look), x);
+            mk_sync();
+            look = mk_packet_load(at);
+            if (unit.has) first = mk_packet_load(other_at);
+            uint32_t which = 0;
+#pragma unroll 1
+            do {
+                mk_keep(&which); /* or the two turns become two copies */
+                const mk_delta_open open = mk_delta_opened<LOW>(tile.a);
+                float sum[4];
+                mk_delta_product<LOW>(x, 1, which, lane, &open, tile.scale, sum);
+                float y = mk_delta_result(lane, sum);
+                if (which)
+                    y = __fmul_rn(tile.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y));
+                else
+                    y = mk_delta_decay(y + tile.p, -mk_exp_fast(rate));
+                if (lane < 16) (which ? x->z : x->a)[16 * warp + lane] = y;
+                tile = z;
+            } while (which++ < has_z);
         }
-        if (LOW || u < MK_WARPS) {
-            if (LOW) mk_delta_inputs<LOW>(d, &input, input_look, x, 1);
-            mk_delta_convolve_one(&spot, look, w, past, (float4 *)to + d->tid, x->qk + d->tid);
+
+        /* the thread's packets together: those that come late come from the same workers */
+        const uint32_t epoch = place->epoch[0], other_epoch = place->epoch[unit.k];
+        uint32_t looks = 0;
+        for (;;) {
+            const bool late = look.w != epoch, other_late = unit.has && first.w != other_epoch;
+            if (!late && !other_late) break;
+            mk_packet_again(&look, at, late);
+            mk_packet_again(&first, other_at, other_late);
+            if (!mk_still_waiting(++looks, late ? 0 : unit.k, 0, (late ? own : other) / 8, late ? look.w : first.w)) break;
         }
-        if (has && is_v) {
-            mk_delta_convolve_one(&other, first, taps, before, (float4 *)to + 2 * MK_DELTA_DK + i, x->v + i);
-        } else if (has) {
-            mk_spot_wait(&other, 0, &first);
-            const float y = mk_spot_bf16(&other, first);
-            if (LOW || is_b)
+        mk_waited(looks);
+        if (!LOW) mk_keep((uint32_t *)&w.x); /* or its products are made in front of the loop, where they wait for the state before the others are asked for */
+        if (LOW || u < MK_WARPS) mk_delta_convolve_one(mk_found_bf16(own, look), w, past, (float4 *)to + d->tid, x->qk + d->tid);
+        if (unit.has) {
+            const float y = mk_found_bf16(other, first);
+            if (unit.is_v)
+                mk_delta_convolve_one(y, taps, before, (float4 *)to + 2 * MK_DELTA_DK + unit.i, x->v + unit.i);
+            else if (LOW || unit.is_b)
                 x->beta = mk_delta_gate(1.0f, y);
-            else if (is_f)
-                x->a[i] = mk_delta_decay(y + p, -mk_exp_fast(rate));
+            else if (unit.is_f)
+                x->a[unit.i] = mk_delta_decay(y + p, -mk_exp_fast(rate));
             else
-                x->z[i] = p * mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y);
+                x->z[unit.i] = p * mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y);
         }
+        u += MK_WARPS;
+        if (LOW || u >= units) break;
         __syncwarp();
-        if (LOW || u + MK_WARPS >= units) break;
+        unit = mk_delta_unit_of<LOW>(e, head, u, units, lane, mine);
+        other = mk_spot_find(d, unit.k, unit.index);
+        other_at = place->in[unit.k] + other / 8;
     }
     mk_sync();
-    if (LOW) {
-        if (warp == MK_WARPS - 1) { /* it has no tile of z, mostly */
-            const mk_delta_norms n = mk_delta_norms_of(mk_delta_q(x, lane), mk_delta_k(x, lane), lane);
-            if (lane == 0) x->rk = n.rk, x->rq = n.rq, x->qk_dot = n.qk;
-        }
-        float f[4], g[4];
-        mk_delta_product<LOW>(x, 1, 0, lane, &open, tile.scale, f);
-        if (has_z) {
-            mk_delta_product<LOW>(x, 1, 1, lane, &z_open, z.scale, g);
-            const float y = mk_delta_result(lane, g), gate = __fmul_rn(z.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y));
-            if (lane < 16) x->z[16 * warp + lane] = gate;
-        }
-        const float decay = mk_delta_decay(mk_delta_result(lane, f) + tile.p, -mk_exp_fast(rate));
-        if (lane < 16) x->a[16 * warp + lane] = decay;
-        mk_sync();
-    }
     mk_trace_input(d);
     mk_trace_bytes(d, MK_DELTA_DK * dv * 4);
 
@@ -614,7 +638,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
     for (uint32_t v0 = warp;; v0 += MK_DELTA_COLS * MK_WARPS) {
         const uint32_t v = v0 + (lane / 4 & 3) * MK_WARPS;
         const bool last = v0 + MK_DELTA_COLS * MK_WARPS >= dv + warp;
-        const mk_delta_turn t = mk_delta_columns(x, head, LOW, v < dv ? v : 0, lane, s);
+        const mk_delta_turn t = mk_delta_columns(x, head, v < dv ? v : 0, lane, s);
         if ((lane & 19) == 16 && v < dv) x->o[v] = t.o;
         if (last) {
             mk_sync();

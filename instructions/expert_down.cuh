@@ -394,102 +394,99 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_down_one_product(float 
     } while (more);
 }
 
-/* Packets of a lane are waited for in parts: beyond four at a time there are not enough predicates to look at all of them at once. */
-MK_DEV constexpr uint32_t mk_pair_part(uint32_t i, uint32_t loads)
+/* A lane's packets of a pair come in two parts, a part's being looked at at once: there are not enough predicates for all. A pair of no more packets than the second part has room for
+ * is one part; the other is then of the warp's second pair. */
+MK_DEV constexpr uint32_t mk_pair_part(uint32_t loads)
 {
-    return i == 0 ? 0 : i == 1 ? 4 : i == 2 ? 7 : loads;
+    return (loads + 1) / 2;
 }
-MK_DEV constexpr uint32_t mk_pair_parts(uint32_t loads)
-{
-    return loads > 7 ? 3 : 2;
-}
-static_assert(MK_PAIR_PACKETS(16) % 32 == 0 && MK_PAIR_PACKETS(32) == 7 * 32, "mk_pair_part");
+static_assert(MK_PAIR_PACKETS(16) % 32 == 0 && MK_PAIR_PACKETS(32) % 32 == 0 && MK_PAIR_PACKETS(16) <= MK_PAIR_MOST && MK_PAIR_PACKETS(32) <= MK_PAIR_MOST, "mk_pair_ask");
 
-/* left: packets of the pair from the lane's first one on, which is `from`. */
-template <uint32_t LOADS> MK_DEV void mk_pair_ask(uint4 (&q)[LOADS], const uint4 *from, uint32_t left)
+/* Asks for the lane's packets of both parts, from its first ones on. Without conditions, each of which would be four instructions more: memory goes on behind a pair's (gpu.cu). */
+template <uint32_t LOADS> MK_DEV void mk_pair_ask(uint4 (&q)[LOADS], const uint4 *a, const uint4 *b)
 {
-    asm volatile("" : "+l"(from));
+    constexpr uint32_t PART = mk_pair_part(LOADS);
+    asm volatile("" : "+l"(a), "+l"(b));
 #pragma unroll
-    for (uint32_t j = 0; j < LOADS; j++)
-        q[j] = left > 32 * j ? mk_packet_load(from + 32 * j) : make_uint4(0, 0, 0, 0); /* undefined registers would be alive in all that calls this */
+    for (uint32_t j = 0; j < LOADS; j++) q[j] = mk_packet_load(j < PART ? a + 32 * j : b + 32 * (j - PART));
 }
-/* What they are: MK_PAIR_WORD. */
-template <uint32_t LOADS> MK_DEV void mk_pair_map(uint32_t (&m)[LOADS], const uint32_t *from, uint32_t left)
+/* What they are: MK_PAIR_WORD; behind a pair's words are others. */
+template <uint32_t LOADS> MK_DEV void mk_pair_map(uint32_t (&m)[LOADS], const uint32_t *a, const uint32_t *b)
 {
-    asm volatile("" : "+l"(from));
+    constexpr uint32_t PART = mk_pair_part(LOADS);
+    asm volatile("" : "+l"(a), "+l"(b));
 #pragma unroll
-    for (uint32_t j = 0; j < LOADS; j++) m[j] = left > 32 * j ? __ldg(from + 32 * j) : 0;
+    for (uint32_t j = 0; j < LOADS; j++) {
+        m[j] = __ldg(j < PART ? a + 32 * j : b + 32 * (j - PART));
+        mk_keep(&m[j]); /* not later */
+    }
 }
-template <uint32_t PART, uint32_t LOADS> MK_DEV void mk_pair_wait(const uint4 *from, uint32_t wanted, uint32_t epoch, uint32_t first, uint4 (&q)[LOADS])
+/* By a warp: the bf16 values at [row, end) become f16 where they lie. Two eights of a lane at a time, the second of which is the first once more where there is none. */
+MK_DEV void mk_pair_f16(uint32_t row, uint32_t end, uint32_t lane, uint32_t less)
 {
-    constexpr uint32_t AT = mk_pair_part(PART, LOADS), N = mk_pair_part(PART + 1, LOADS) - AT;
-    mk_packets_wait_every<N, true>(from + 32 * AT, 32, wanted >> AT & (1u << N) - 1, epoch, 0, 0, first + 32 * AT, *(uint4(*)[N])(q + AT));
+#pragma unroll 1
+    for (uint32_t i = row + 16 * lane; i < end; i += 1024) {
+        const uint32_t at[2] = {i, i + 512 < end ? i + 512 : i};
+        const uint4 v[2] = {mk_lds128(at[0]), mk_lds128(at[1])};
+#pragma unroll
+        for (uint32_t e = 0; e < 2; e++)
+            mk_sts128(at[e], mk_f16_pair_shifted(v[e].x, less), mk_f16_pair_shifted(v[e].y, less), mk_f16_pair_shifted(v[e].z, less), mk_f16_pair_shifted(v[e].w, less));
+    }
 }
 /* Stages the pair whose packets are `from` (the lane's first) at shared address `row`: its values in order, in the form that they are multiplied in, and zeros to the end
- * of the K block. What its products are multiplied by stands before them. first: the lane's first packet's number; m: what its packets are; q: a look at them. */
+ * of the K block. What its products are multiplied by stands before them. first: the lane's first packet's number; m: what its packets are; q: a look at them. Part by part, as bf16, in a
+ * loop in which the second part moves up to the first one's place; where the form is f16 the warp goes over them once more: code that runs once is waited for. */
 template <uint32_t FORM, uint32_t LOADS>
-MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, uint32_t first, float weight, uint32_t row, const uint32_t (&m)[LOADS], uint4 (&q)[LOADS])
+MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, uint32_t first, float weight, uint32_t row, uint32_t (&m)[LOADS], uint4 (&q)[LOADS])
 {
     constexpr bool FP8 = FORM == MK_X_F16;
-    constexpr uint32_t PARTS = mk_pair_parts(LOADS);
-    const uint32_t per = f->plan.packets, k = f->in.expert.k;
-    uint32_t to[LOADS], wanted = 0;
-    int end[LOADS];
-#pragma unroll
-    for (uint32_t i = 0; i < LOADS; i++) {
-        to[i] = row + MK_PAIR_TO(m[i]);
-        end[i] = MK_PAIR_END(m[i]);
-        wanted |= end[i] ? 1u << i : 0;
-        mk_keep(&to[i]), mk_keep((uint32_t *)&end[i]);
-    }
-    mk_keep(&wanted);
+    constexpr uint32_t PART = mk_pair_part(LOADS);
+    const uint32_t per = f->plan.packets, k = f->in.expert.k, epoch = f->place.epoch[0];
     uint32_t top = 0;
+#pragma unroll 1
+    for (uint32_t i = k + d->lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0); /* of an odd number of values the first one here is zero in their last word, too */
+    int left = (int)(per - d->lane);
+#pragma unroll 1
+    for (uint32_t n = 0; n < per; n += 32 * PART, left -= 32 * (int)PART, from += 32 * PART, first += 32 * PART) {
+        uint32_t to[PART], wanted = 0;
+        int end[PART];
 #pragma unroll
-    for (uint32_t part = 0; part < PARTS; part++) {
-        const uint32_t i0 = mk_pair_part(part, LOADS), i1 = mk_pair_part(part + 1, LOADS);
-        if (i0 * 32 >= per) break;
-        if (part == 0) mk_pair_wait<0>(from, wanted, f->place.epoch[0], first, q);
-        if (part == 1) mk_pair_wait<1>(from, wanted, f->place.epoch[0], first, q);
-        if (part == 2) mk_pair_wait<PARTS - 1>(from, wanted, f->place.epoch[0], first, q);
-        if (FP8)
+        for (uint32_t i = 0; i < PART; i++) {
+            const uint32_t word = left > 32 * (int)i ? m[i] : 0;
+            to[i] = row + MK_PAIR_TO(word);
+            end[i] = MK_PAIR_END(word);
+            wanted |= end[i] ? 1u << i : 0;
+            mk_keep(&to[i]), mk_keep((uint32_t *)&end[i]);
+        }
+        mk_keep(&wanted);
+        mk_packets_wait_every<PART, true>(from, 32, wanted, epoch, 0, 0, first, *(uint4(*)[PART])q);
+        /* words first: the second half of a packet's last one may be the place of the next packet's first value, which comes later */
 #pragma unroll
-            for (uint32_t i = i0; i < i1; i++)
-                if (wanted & 1u << i) top = __vmaxu2(__vmaxu2(top, mk_magnitudes(q[i].x)), __vmaxu2(mk_magnitudes(q[i].y), mk_magnitudes(q[i].z))); /* behind the values are zeros */
-    }
-    __syncwarp();
-    const mk_f16_shift shift = mk_f16_shift_of(FP8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
-    if (d->lane == 0) mk_sts32(row - MK_PAIR_HEAD, __float_as_uint(FP8 ? __fmul_rn(weight, shift.inverse) : weight));
-    /* words first: the second half of a packet's last one may be the place of the next packet's first value, which comes later */
-#pragma unroll
-    for (uint32_t part = 0; part < PARTS; part++) {
-        const uint32_t i0 = mk_pair_part(part, LOADS), i1 = mk_pair_part(part + 1, LOADS);
-        if (i0 * 32 >= per) break;
-#pragma unroll
-        for (uint32_t i = i0; i < i1; i++) {
-            if (FP8) q[i].x = mk_f16_pair_shifted(q[i].x, shift.less), q[i].y = mk_f16_pair_shifted(q[i].y, shift.less), q[i].z = mk_f16_pair_shifted(q[i].z, shift.less);
+        for (uint32_t i = 0; i < PART; i++) {
             const uint32_t turn = end[i] & 1 ? 0x5432 : 0x3210;
+            if (FP8 && wanted & 1u << i)
+                top = __vmaxu2(__vmaxu2(top, mk_magnitudes(q[i].x)), __vmaxu2(mk_magnitudes(q[i].y), mk_magnitudes(q[i].z))); /* behind the values are zeros */
             if (end[i] > 1) mk_sts32(to[i], __byte_perm(q[i].x, q[i].y, turn));
             if (end[i] > 5) mk_sts32(to[i] + 4, __byte_perm(q[i].y, q[i].z, turn));
             if (end[i] > 9) mk_sts32(to[i] + 8, __byte_perm(q[i].z, 0, turn));
         }
+        __syncwarp();
+#pragma unroll
+        for (uint32_t i = 0; i < PART; i++)
+            if (end[i] & 1) mk_sts16(to[i] - 2, q[i].x);
+#pragma unroll
+        for (uint32_t i = 0; i + PART < LOADS; i++) q[i] = q[i + PART], m[i] = m[i + PART];
     }
     __syncwarp();
-#pragma unroll
-    for (uint32_t part = 0; part < PARTS; part++) {
-        const uint32_t i0 = mk_pair_part(part, LOADS), i1 = mk_pair_part(part + 1, LOADS);
-        if (i0 * 32 >= per) break;
-#pragma unroll
-        for (uint32_t i = i0; i < i1; i++)
-            if (end[i] & 1) mk_sts16(to[i] - 2, q[i].x);
-    }
-#pragma unroll 1
-    for (uint32_t i = k + d->lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0);
+    const mk_f16_shift shift = mk_f16_shift_of(FP8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
+    if (d->lane == 0) mk_sts32(row - MK_PAIR_HEAD, __float_as_uint(FP8 ? __fmul_rn(weight, shift.inverse) : weight));
+    if (FP8) mk_pair_f16(row, row + (k + 63 & ~63u) * 2, d->lane, shift.less);
 }
 
 /* One row that mk_plan.dealt says fits, with up to 8 * EIGHTS rows of weights. Its choices are the union's experts, in that order. */
 template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn *in)
 {
-    constexpr uint32_t LOADS = MK_PAIR_PACKETS(8 * EIGHTS) / 32, NEXT = LOADS > 8 ? 4 : LOADS - 4; /* NEXT: where pairs have no more of a lane, those of the warp's second one come behind the first's */
+    constexpr uint32_t LOADS = MK_PAIR_PACKETS(8 * EIGHTS) / 32, PART = mk_pair_part(LOADS);
     const mk_dev here = mk_here(in), *d = &here;
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
@@ -505,15 +502,12 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     const float *const sum_of_others = (const float *)(mk_local_memory(d->a) + base->offset);
     const uint4 *const residual = f->place.in[2] + i / 3;
     uint4 q[LOADS], look = make_uint4(0, 0, 0, 0);
-    uint32_t first = d->warp * per + d->lane, map[LOADS];
-    const uint32_t left = d->warp < experts && per > d->lane ? per - d->lane : 0;
-    const bool both = per <= 32 * NEXT;
-    mk_pair_ask(q, f->place.in[0] + first, left);
-    if (both && d->warp + MK_WARPS < experts)
-#pragma unroll
-        for (uint32_t k = 0; k < NEXT; k++)
-            if (left > 32 * k) q[4 + k] = mk_packet_load(f->place.in[0] + first + MK_WARPS * per + 32 * k);
-    mk_pair_map(map, sh->args.map + p->map + d->lane, left);
+    uint32_t map[LOADS], first = d->warp * per + d->lane;
+    const bool mine = d->warp < experts, both = per <= 32 * (LOADS - PART), other = mine && (both ? d->warp + MK_WARPS < experts : per > 32 * PART);
+    const uint4 *from = mine ? f->place.in[0] + first : f->place.out; /* who has none looks where nobody else does */
+    const uint32_t *const words = mine ? sh->args.map + p->map + d->lane : (const uint32_t *)f->place.out;
+    mk_pair_ask(q, from, other ? from + (both ? MK_WARPS * per : 32 * PART) : f->place.out);
+    mk_pair_map(map, words, words + (both ? 0 : 32 * PART));
     if (!local && has) look = mk_packet_load(residual);
 
     mk_walk walk;
@@ -534,15 +528,12 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
 
 #pragma unroll 1
     for (uint32_t j = d->warp, row = staged + j * stride; j < experts;) {
-        const uint4 *from = f->place.in[0] + first;
         mk_pair_take<FORM>(d, f, from, first, routes->weight[0][j], row, map, q);
         if ((j += MK_WARPS) >= experts) break;
-        row += MK_WARPS * stride, first += MK_WARPS * per;
-        if (both)
-#pragma unroll
-            for (uint32_t k = 0; k < NEXT; k++) q[k] = q[4 + k];
-        else
-            mk_pair_ask(q, from + MK_WARPS * per, left);
+        row += MK_WARPS * stride, first += MK_WARPS * per, from += MK_WARPS * per;
+        if (both) continue;
+        mk_pair_ask(q, from, from + 32 * PART);
+        mk_pair_map(map, words, words + 32 * PART);
     }
     mk_sync();
     mk_trace_input(d);
@@ -578,7 +569,7 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     mk_publish_at(f->place.out, f32, n, d->warp, y, f->place.out_epoch, d->lane);
 }
 static_assert(MK_WARPS * MK_UNIT >= MK_SEGMENT_ROWS && MK_DOWN_ONE_ROWS == 32, "a warp a unit; one_row in plans.cuh");
-static_assert(2 * MK_WARPS >= MK_MAX_TOPK && mk_pair_part(1, 7) == 4, "a warp has no third pair; four packets of a lane are looked at first");
+static_assert(2 * MK_WARPS >= MK_MAX_TOPK, "a warp has no third pair");
 MK_DEV void mk_expert_down_run(const mk_insn *in)
 {
     in->expert.wtype == MK_W_FP8 ? mk_down_of<MK_X_F16>(in) : mk_down_of<MK_X_BF16>(in);

@@ -248,7 +248,9 @@ typedef struct mk_mla {
 MK_BOTH uint32_t mk_page_quot(uint32_t a, uint32_t b) /* a / b, a below 2^18 */
 {
 #ifdef __CUDA_ARCH__
-    return (uint32_t)__fdividef((float)a + 0.5f, (float)b);
+    float q; /* b is no denormal number: __fdividef would ask */
+    asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(q) : "f"((float)a + 0.5f), "f"((float)b));
+    return (uint32_t)q;
 #else
     return a / b;
 #endif

@@ -60,6 +60,10 @@ MK_DEV void mk_sts64(uint32_t at, uint32_t x, uint32_t y)
 {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
 }
+MK_DEV void mk_sts128(uint32_t at, uint32_t x, uint32_t y, uint32_t z, uint32_t w)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
 /* Values from k on of the row at shared address `row` are 0 up to the end of their K block: weights there are zero, the values must be finite. */
 MK_DEV void mk_stage_pad(uint32_t row, uint32_t k)
 {

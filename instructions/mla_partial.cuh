@@ -240,11 +240,31 @@ typedef struct mk_mla_share {
 } mk_mla_share;
 MK_DEV mk_mla_share mk_mla_share_of(const mk_mla *m, uint32_t pos, uint32_t item)
 {
-    const uint32_t group = mk_head_group(pos, m->heads);
-    const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
-    const uint32_t split = mk_quot(item, groups), h0 = (item - split * groups.n) * group, left = m->heads - h0;
+    const uint32_t group = mk_head_group(pos, m->heads), groups = (m->heads + group - 1) / group;
+    const uint32_t split = mk_page_quot(item, groups), h0 = (item - split * groups) * group, left = m->heads - h0;
     const mk_mla_share s = {split, h0, left < group ? left : group};
     return s;
+}
+
+/* Packets `every` apart, of which those that nobody wants have the epoch in q already and the others another. By all lanes of a warp, as mk_packets_wait<N, true>. */
+template <uint32_t N> MK_DEV void mk_aside_wait(const uint4 *base, uint32_t every, uint32_t epoch, uint32_t k, uint32_t first, uint4 (&q)[N])
+{
+    uint32_t looks = 0;
+    for (;;) {
+        uint32_t late = 0;
+#pragma unroll
+        for (uint32_t j = 0; j < N; j++) late |= q[j].w ^ epoch;
+        if (!__any_sync(0xffffffffu, late)) break;
+#pragma unroll
+        for (uint32_t j = 0; j < N; j++) mk_packet_again(&q[j], base + j * every, q[j].w != epoch);
+        if (__builtin_expect((++looks & 255u) != 0, 1)) continue;
+        uint32_t packet = 0, found = epoch;
+#pragma unroll
+        for (uint32_t j = 0; j < N; j++)
+            if (q[j].w != epoch) packet = first + j * every, found = q[j].w;
+        if (__any_sync(0xffffffffu, found != epoch && !mk_still_waiting(looks, k, 0, packet, found))) break;
+    }
+    mk_waited(looks);
 }
 
 /* The queries of the worker's first item by the warps aside (aside.cuh), while compute warps make others' q~ and then ask for keys: what comes before the packets, which are then
@@ -254,17 +274,18 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
     constexpr uint32_t NP = 6, EVERY = MK_ASIDES * 32; /* packets in flight of a thread: eight heads of 512 are some 700 */
     const mk_mla *m = &f->in.mla;
     const mk_mla_share item = mk_mla_share_of(m, sh->step.row[0].pos, m->part);
-    const uint32_t tid = warp * 32 + lane, *table = sh->args.map + f->plan.queries, keep = item.heads > 8 ? 0xffffffffu : ~0x00040004u; /* heads above seven: mk_att_byte */
-    const uint32_t end = __ldg(table + item.h0 + item.heads);
-    uint32_t i = __ldg(table + item.h0) + tid, h = tid / MK_TURN_SLOTS;
-    uint32_t turn = m->rope && h < item.heads ? __ldg(table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + tid) : 0;
+    const uint32_t tid = warp * 32 + lane, table = f->plan.queries, keep = item.heads > 8 ? 0xffffffffu : ~0x00040004u; /* heads above seven: mk_att_byte */
+    const uint32_t *const map = sh->args.map, end = __ldg(map + (table + item.h0 + item.heads));
+    uint32_t i = __ldg(map + (table + item.h0)) + tid, h = tid / MK_TURN_SLOTS;
+    const uint32_t *turns = map + (table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + tid);
+    uint32_t turn = m->rope && h < item.heads ? __ldg(turns) : 0;
     mk_aside_after(sh, f->place.after);
     const mk_att_queries of = {(uint32_t)m->latent + m->rope, m->latent / 32u, item.heads > 8};
 #pragma unroll 1
-    for (uint32_t at = tid; m->rope && __any_sync(0xffffffffu, h < item.heads);) { /* q_pe */
-        const uint32_t packet[1] = {MK_TURN_PACKET(turn)};
-        uint4 x[1] = {};
-        mk_packets_wait<1, true>(f->place.in[1], packet, turn != 0, f->place.epoch[1], 1, 0, 0, x);
+    for (bool more = m->rope; more; more = __any_sync(0xffffffffu, h < item.heads)) { /* q_pe */
+        const uint32_t packet = MK_TURN_PACKET(turn), epoch = f->place.epoch[1];
+        uint4 x[1] = {{0, 0, 0, turn ? ~epoch : epoch}};
+        mk_aside_wait<1>(f->place.in[1] + packet, 0, epoch, 1, packet, x);
 #pragma unroll 1
         for (uint32_t j = 0; j < MK_TURN_PAIRS(turn); j++) {
             const uint32_t p = MK_TURN_PAIR(turn) + j, word = j == 0 ? x[0].x : j == 1 ? x[0].y : x[0].z;
@@ -277,23 +298,23 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
             }
             mk_att_put(sh->staging, &of, h, m->latent + 2 * p, a, b);
         }
-        h += EVERY / MK_TURN_SLOTS, at += EVERY;
-        turn = h < item.heads ? __ldg(table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + at) : 0;
+        h += EVERY / MK_TURN_SLOTS, turns += EVERY;
+        turn = h < item.heads ? __ldg(turns) : 0;
     }
 
-    const uint32_t q = mk_smem(sh->staging);
-    const uint2 *places = (const uint2 *)(table + mk_queries_places(m->heads));
+    const uint32_t q = mk_smem(sh->staging), epoch = f->place.epoch[0];
+    const uint2 *const places = (const uint2 *)(map + (table + mk_queries_places(m->heads)));
 #pragma unroll 1
     for (; __any_sync(0xffffffffu, i < end); i += NP * EVERY) {
+        const uint2 *from = places + i;
+        asm volatile("" : "+l"(from)); /* else the address is worked out under each condition */
         uint2 to[NP];
-        uint32_t wanted = 0;
-#pragma unroll
-        for (uint32_t k = 0; k < NP; k++) {
-            to[k] = i + k * EVERY < end ? __ldg(places + i + k * EVERY) : make_uint2(0xffffffffu, 0xffffffffu);
-            wanted |= ~to[k].x & 0x8000u ? 1u << k : 0;
-        }
         uint4 x[NP] = {};
-        mk_packets_wait_every<NP, true>(f->place.in[0] + i, EVERY, wanted, f->place.epoch[0], 0, 0, i, x);
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) to[k] = i + k * EVERY < end ? __ldg(from + k * EVERY) : make_uint2(0xffffffffu, 0xffffffffu);
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) x[k].w = to[k].x & 0x8000u ? epoch : ~epoch;
+        mk_aside_wait<NP>(f->place.in[0] + i, EVERY, epoch, 0, i, x);
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) {
             const uint32_t lo = to[k].x & keep, hi = to[k].y & keep;

@@ -13,24 +13,29 @@ typedef struct mk_spot {
     uint32_t word, half;      /* half: how a bf16's half of its word becomes an f32 (prmt) */
 } mk_spot;
 
-/* `index` counts the vector's values, which are f32 or bf16, and lies in the slices of the wait. Slices are cut almost evenly, so that it is hardly ever another one than
- * is guessed. */
-MK_DEV mk_spot mk_spot_of(const mk_dev *d, uint32_t k, uint32_t index, bool f32)
+/* The slice that holds value `index`, and which value that begins with. Slices are cut almost evenly, so that it is hardly ever another one than is guessed. */
+MK_DEV uint32_t mk_spot_slice(const mk_dev *d, const mk_wait *w, const mk_vec *v, uint32_t index, uint32_t *begin)
 {
-    const mk_wait *w = &d->in->wait[k];
-    const mk_vec *v = &d->sh->vec[w->vec];
-    const mk_places *place = &((const mk_fed *)d->in)->place;
     const uint16_t *start = d->sh->start + v->start_index;
     const uint32_t first = w->slice0, last = first + w->nslice - 1;
     float by_width;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(by_width) : "f"((float)v->width));
     uint32_t s = min(max((uint32_t)(((float)(index + 1) * (float)v->nslice - 0.5f) * by_width), first), last);
-    uint32_t begin = start[s], end = start[s + 1];
 #pragma unroll 1
-    while (index - begin >= end - begin) {
-        s += index < begin ? 0xffffffffu : 1u;
-        begin = start[s], end = start[s + 1];
+    for (;;) {
+        *begin = start[s];
+        if (index - *begin < start[s + 1] - *begin) return s;
+        s += index < *begin ? 0xffffffffu : 1u;
     }
+}
+/* `index` counts the vector's values, which are f32 or bf16, and lies in the slices of the wait. */
+MK_DEV mk_spot mk_spot_of(const mk_dev *d, uint32_t k, uint32_t index, bool f32)
+{
+    const mk_wait *w = &d->in->wait[k];
+    const mk_vec *v = &d->sh->vec[w->vec];
+    const mk_places *place = &((const mk_fed *)d->in)->place;
+    uint32_t begin;
+    const uint32_t s = mk_spot_slice(d, w, v, index, &begin), first = w->slice0;
     const uint32_t at = f32 ? index - begin : (index - begin) / 2, p = at / 3, packet = (s - first) * v->slice_packets + p;
     mk_spot q = {place->in[k] + packet, k, packet, v->nslice * v->slice_packets, place->epoch[k], at - 3 * p, index - begin & 1 ? 0x3244u : 0x1044u};
     mk_keep(&q.word); /* or they are worked out behind the wait */
@@ -58,6 +63,20 @@ MK_DEV uint32_t mk_spot_word(const mk_spot *s, uint4 q)
 MK_DEV float mk_spot_bf16(const mk_spot *s, uint4 q)
 {
     return __uint_as_float(__byte_perm(mk_spot_word(s, q), 0, s->half));
+}
+
+/* Of one row: eight times the packet of value `index`, of bf16, counted from the first slice of the wait, and which of its six values it is. */
+MK_DEV uint32_t mk_spot_find(const mk_dev *d, uint32_t k, uint32_t index)
+{
+    const mk_wait *w = &d->in->wait[k];
+    const mk_vec *v = &d->sh->vec[w->vec];
+    uint32_t begin;
+    const uint32_t s = mk_spot_slice(d, w, v, index, &begin), at = index - begin, p = at / 6;
+    return ((s - w->slice0) * v->slice_packets + p) * 8 + (at - 6 * p);
+}
+MK_DEV float mk_found_bf16(uint32_t found, uint4 q)
+{
+    return __uint_as_float(__byte_perm(found & 4 ? q.z : found & 2 ? q.y : q.x, 0, found & 1 ? 0x3244u : 0x1044u));
 }
 
 /* Asks for 128 bytes at p to be brought into L2. */

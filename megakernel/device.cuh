@@ -383,6 +383,7 @@ typedef struct mk_shared {
 /* K blocks of a stage, from what a segment's instruction says; loader and compute warps count alike. A stage never spans two chunks of
  * the staged vector. */
 #define MK_PAIR_PACKETS(rows) ((rows) > 16 ? 224u : 288u) /* EXPERT_DOWN: of a pair that is gathered at once, where there are so many rows of weights */
+#define MK_PAIR_MOST    288u /* the greater of these: so many are asked for, behind the last pair, too */
 #define MK_PAIR_HEAD    32u  /* bytes before a staged pair: what its products are multiplied by */
 #define MK_DOWN_ONE_ROWS 32u /* of weights, at most, for mk_down_one */
 /* What packet q of a pair of EXPERT_DOWN is to mk_pair_take: where the first of its values goes that begins a word, in bytes, and twice the number of values, less one if

@@ -555,7 +555,7 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     const mk_program_info *i = &p->info;
     mk_vec *vec = (mk_vec *)malloc(i->n_vec * sizeof *vec);
     const uint32_t room = (uint32_t)(i->exchange_bytes / 16 + 1); /* words: a packet has 16 places or more, and a word or two here */
-    uint32_t *map = (uint32_t *)calloc(room, sizeof *map), n_map = 0;
+    uint32_t *map = (uint32_t *)calloc(room + MK_PAIR_MOST, sizeof *map), n_map = 0;
     uint16_t *start = (uint16_t *)calloc(MK_MAX_START, sizeof *start);
     uint32_t n = 0, stats = MK_NONE;
     int rc = MK_OK;
@@ -594,7 +594,7 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     }
     if (!rc && (!(g->args.vec = (mk_vec *)uploaded(g, "vectors", vec, i->n_vec * sizeof *vec, err)) ||
                 !(g->args.start = (uint16_t *)uploaded(g, "slice starts", start, (n + 7u & ~7u) * sizeof *start, err)) ||
-                !(g->args.map = (uint32_t *)uploaded(g, "packet map", map, n_map * sizeof *map, err))))
+                !(g->args.map = (uint32_t *)uploaded(g, "packet map", map, (n_map + MK_PAIR_MOST) * sizeof *map, err))))
         rc = MK_E_CAPACITY;
     g->args.n_start = n;
     free(vec), free(start), free(map);
@@ -619,12 +619,12 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->local_bytes = (uint32_t)i->local_bytes;
     a->state_slot_bytes = i->state_slot_bytes;
     a->kv_page_bytes = i->kv_page_bytes;
-    /* EXPERT_DOWN may ask for 224 packets from any on, though it looks at its own alone */
+    /* EXPERT_DOWN may ask for MK_PAIR_MOST packets from any on, though it looks at its own alone */
     int ok = (a->tape = (uint8_t *)device_memory(g, "tapes", i->tape_bytes, err)) &&
              (a->expert = (uint8_t *)device_memory(g, "experts", i->expert_bytes, err)) &&
              (a->embed = (uint8_t *)device_memory(g, "embedding", i->embed_bytes, err)) &&
              (a->param = (float *)device_memory(g, "parameters", i->param_floats * 4, err)) &&
-             (a->exchange = (uint8_t *)device_memory(g, "exchange", i->exchange_bytes + 4096, err)) &&
+             (a->exchange = (uint8_t *)device_memory(g, "exchange", i->exchange_bytes + 8192, err)) &&
              (a->bulk = (uint8_t *)device_memory(g, "bulk vectors", i->bulk_bytes, err)) &&
              (a->counter = (uint32_t *)device_memory(g, "counters", 4ull * i->n_counter, err)) &&
              (g->sampling = (mk_sampling *)device_memory(g, "sampling parameters", slots * sizeof(mk_sampling), err)) &&

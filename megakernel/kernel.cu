@@ -233,8 +233,9 @@ MK_DEV bool look_after(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_
     if (n != w->current || !(n & 1)) {
         w->current = n;
         w->since = t;
-    } else if (lane == 0 && t - w->since >= a->timeout_ns && !aborted) {
+    } else if (__builtin_expect(lane == 0 && t - w->since >= a->timeout_ns && !aborted, 0)) {
         const mk_insn *in = &sh->fed[n / 2 % MK_INSN_RING].in;
+#pragma unroll 1
         for (uint32_t i = 0; i < MK_THREADS / 32 && in->opcode != MK_OP_SCHEDULE; i++) {
             const uint4 q = sh->waiting[i];
             if (!q.x) continue;
@@ -251,45 +252,73 @@ MK_DEV bool look_after(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_
     return __any_sync(0xffffffffu, aborted);
 }
 
-/* Waits until the compute warps are done with the instruction that was fed as number i. */
-MK_DEV void await_done(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_t i, uint32_t lane)
+/* The controller waits for a phase of a barrier and looks after the others meanwhile. True: aborted; then it has not waited to the end, unless it STAYS. HANGS: until then. */
+enum { STAYS, HEEDS, HANGS };
+MK_DEV bool await(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, const uint64_t *bar, uint32_t parity, uint32_t how, uint32_t lane)
 {
-    for (uint32_t n = 1; !__all_sync(0xffffffffu, mk_mbar_try(mk_smem(&sh->insn_empty[i % MK_INSN_RING]), i / MK_INSN_RING & 1)); n++)
-        if (!(n & 15)) look_after(a, sh, w, lane);
+#pragma unroll 1
+    for (uint32_t n = 1; !__all_sync(0xffffffffu, mk_mbar_try(mk_smem(bar), parity) && how != HANGS); n++)
+        if (!(n & 15) && look_after(a, sh, w, lane) && how != STAYS) return true;
+    return false;
+}
+/* Until the compute warps are done with the instruction that was fed as number i; lap 1: with the one before it in its slot. In the first lap that is nobody, and the barrier's phase the other. */
+MK_DEV bool await_slot(const mk_gpu_args *a, mk_shared *sh, mk_watch *w, uint32_t i, uint32_t lap, uint32_t how, uint32_t lane)
+{
+    return await(a, sh, w, &sh->insn_empty[i % MK_INSN_RING], (i / MK_INSN_RING ^ lap) & 1, how, lane);
 }
 
-/* An instruction and its plan, 16 bytes a lane. */
+/* An instruction and its plan, 16 bytes a lane: where a lane's of instruction 0 are. */
 #define FETCHED ((sizeof(mk_insn) + sizeof(mk_plan)) / 16)
-MK_DEV uint4 fetch(const mk_gpu_args *a, uint32_t i, uint32_t lane)
+MK_DEV const uint4 *fetches(const mk_gpu_args *a, uint32_t lane)
 {
     const uint32_t insn = sizeof(mk_insn) / 16;
-    return __ldg(lane < insn ? (const uint4 *)(a->insn + i) + lane : (const uint4 *)(a->plan + i) + (lane < FETCHED ? lane - insn : 0));
+    return lane < insn ? (const uint4 *)a->insn + lane : (const uint4 *)a->plan + (lane < FETCHED ? lane - insn : 0);
 }
+MK_DEV uint4 fetch(const uint4 *part, uint32_t i)
+{
+    return __ldg(part + (size_t)i * (sizeof(mk_insn) / 16));
+}
+static_assert(sizeof(mk_insn) == sizeof(mk_plan), "the next one of either is as far");
+static_assert(MK_ONE_GQA - MK_ONE_COUNT == 1 && MK_ONE_MLA - MK_ONE_COUNT == 2 && MK_ONE_NONE - MK_ONE_COUNT == 3, "attention between those that are nothing");
 static_assert(offsetof(mk_fed, plan) == sizeof(mk_insn) && offsetof(mk_fed, place) == FETCHED * 16, "an instruction is followed by its plan");
+
+/* Row 0 of a slice in this step; packets of the exchange are counted in 32 bits. */
+MK_DEV const uint4 *row_packets(const mk_gpu_args *a, const mk_shared *sh, const mk_vec *v, uint32_t pub, uint32_t slice)
+{
+    return (const uint4 *)(a->exchange + v->offset) + (mk_half(v, sh->step.seq, pub) * MK_MAX_ROWS * v->nslice + slice) * v->slice_packets;
+}
+/* mk_splits(pos, grain, most) > 1 without its divisions: more pages than one split has; with one split at most it has them all. */
+MK_DEV bool is_split(uint32_t pos, uint32_t grain, uint32_t most)
+{
+    return pos / MK_PAGE >> grain && most != 1;
+}
 
 /* Where its packets are in this step: waits by lanes 0-2, the signal by lane 3. */
 MK_DEV void address(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32_t lane)
 {
     if (lane == 4) {
         uint32_t run = sh->step.nrows == 1 && f->plan.one ? f->plan.one : f->in.opcode;
-        if (run == MK_ONE_NONE && mk_splits(sh->step.row[0].pos, f->in.mla.grain, f->in.mla.most) > 1) run = MK_OP_COMBINE;
+        if (run == MK_ONE_NONE && is_split(sh->step.row[0].pos, f->in.mla.grain, f->in.mla.most)) run = MK_OP_COMBINE;
         f->place.run = sh->step.trace ? run | MK_TRACED : run;
     }
     if (lane > 3) return;
-    const mk_wait *w = &f->in.wait[lane < 3 ? lane : 0];
-    const uint32_t vec = lane < 3 ? w->vec : f->in.signal_vec, pub = lane < 3 ? w->pub : f->in.signal_pub, slice = lane < 3 ? w->slice0 : f->in.signal_slice;
+    const uint16_t *w = lane < 3 ? &f->in.wait[lane].vec : &f->in.signal_vec; /* vector, publication, slice */
+    const uint32_t vec = w[0], pub = w[1];
     const mk_vec *v = &sh->vec[vec];
     if (vec == MK_NONE || v->scope != MK_PACKET) return;
-    (lane < 3 ? f->place.in : (const uint4 **)&f->place.out)[lane < 3 ? lane : 0] = (const uint4 *)(a->exchange + mk_packet_offset(v, mk_half(v, sh->step.seq, pub), 0, slice));
+    ((const uint4 **)&f->place)[lane] = row_packets(a, sh, v, pub, w[2]);
     f->place.epoch[lane] = mk_epoch(a->epoch0, sh->step.seq, pub);
 }
-static_assert(offsetof(mk_places, out_epoch) == offsetof(mk_places, epoch) + 12, "the signal's epoch follows the waits'");
+static_assert(offsetof(mk_wait, vec) == 0 && offsetof(mk_wait, pub) == 2 && offsetof(mk_wait, slice0) == 4, "as the signal's");
+static_assert(offsetof(mk_insn, signal_pub) == offsetof(mk_insn, signal_vec) + 2 && offsetof(mk_insn, signal_slice) == offsetof(mk_insn, signal_vec) + 4, "as a wait's");
+static_assert(offsetof(mk_places, in) == 0 && offsetof(mk_places, out) == 24 && offsetof(mk_places, out_epoch) == offsetof(mk_places, epoch) + 12, "the signal's place and epoch follow the waits'");
 
 /* By what the queries turn. The attention before is done with its own: `spaced` in plans.cuh sees to that. MK_AHEAD_ALIKE: the newest key, too. A function, or its constants
- * would live across all that a controller does. */
-MK_CALL uint32_t angles_ahead(const mk_fed *f, uint32_t lane)
+ * would live across all that a controller does; by its slot, for of a pointer it would not know that it is one into shared memory. */
+MK_CALL uint32_t angles_ahead(uint32_t slot, uint32_t lane)
 {
     mk_shared *sh = mk_sh();
+    const mk_fed *f = &sh->fed[slot];
     const bool mla = f->in.opcode == MK_OP_MLA_PARTIAL;
     const mk_mla *m = &f->in.mla;
     const mk_gqa *g = &f->in.gqa;
@@ -308,41 +337,41 @@ MK_CALL uint32_t angles_ahead(const mk_fed *f, uint32_t lane)
 
 /* Attention in a step of one row: its items and where the worker's first pages are, which are on their way to L2 before the queries are made. False: it has no item. All
  * lanes. */
-MK_DEV bool attention_ahead(const mk_gpu_args *a, const mk_shared *sh, mk_fed *f, uint32_t lane)
+MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, uint32_t lane)
 {
+    mk_fed *f = &sh->fed[slot];
     const mk_row *row = &sh->step.row[0];
     const bool mla = f->in.opcode == MK_OP_MLA_PARTIAL;
     const mk_mla *m = &f->in.mla;
     const mk_gqa *g = &f->in.gqa;
     const uint32_t grain = mla ? m->grain : g->grain, most = mla ? m->most : g->most;
     const uint32_t per = mk_split_pages(row->pos, grain, most), group = mk_head_group(row->pos, m->heads), n = mla ? (m->heads + group - 1) / group : g->kv_heads;
-    const uint32_t splits = mk_splits(row->pos, grain, most), items = splits * n, part = mla ? m->part : g->part, i = part + (mla ? (lane & 1) * m->parts : 0);
-    const uint32_t split = i / n, last = row->pos / MK_PAGE, page = split * per + (mla ? 0 : lane & 3), ahead = mla ? 2 : min(per, MK_AHEAD_PAGES);
+    const uint32_t last = row->pos / MK_PAGE, splits = mk_page_quot(last, per) + 1, items = splits * n, part = mla ? m->part : g->part, i = part + (mla ? (lane & 1) * m->parts : 0);
+    const uint32_t split = mk_page_quot(i, n), rest = i - split * n, page = split * per + (mla ? 0 : lane & 3), ahead = mla ? 2 : min(per, MK_AHEAD_PAGES); /* rest: which heads */
     const bool has = i < items && page <= last && lane < ahead;
-    const uint32_t id = has ? __ldcg(a->page + (size_t)row->slot * a->max_pages + page) : 0;
+    const uint32_t id = has ? __ldcg(a->page + (row->slot * a->max_pages + page)) : 0;
     if (part >= items) return false;
-    const uint32_t alike = angles_ahead(f, lane);
+    const uint32_t alike = angles_ahead(slot, lane);
     if (lane == 0) {
         f->place.per = per;
         f->place.items = items;
         f->place.ahead = alike;
         if (!mla && splits == 1 && f->plan.whole.vec != MK_NONE) {
-            const mk_vec *v = &sh->vec[f->plan.whole.vec];
             f->place.ahead = alike | MK_AHEAD_WHOLE;
-            f->place.out = (uint4 *)(a->exchange + mk_packet_offset(v, mk_half(v, sh->step.seq, f->plan.whole.pub), 0, 0));
+            f->place.out = (uint4 *)row_packets(a, sh, &sh->vec[f->plan.whole.vec], f->plan.whole.pub, 0);
             f->place.out_epoch = mk_epoch(a->epoch0, sh->step.seq, f->plan.whole.pub);
         }
     }
     if (lane < MK_AHEAD_PAGES) f->place.page[lane] = id;
     const uint32_t pages = __ballot_sync(0xffffffffu, has);
+    const uint32_t bytes = mla ? mk_latent_row_bytes(m->latent, m->rope, m->cache, 2) * MK_PAGE : 4u * MK_PAGE * g->dim, of = mla ? n : 1; /* groups of heads share a page: each asks for a part of it */
+    const uint8_t *const all = a->kv + (mla ? m->kv_off : g->kv_off);
 #pragma unroll 1
-    for (uint32_t k = 0; k < ahead; k++) {
-        const uint32_t at = __shfl_sync(0xffffffffu, i, k), share = mla ? at % n : 0, of = mla ? n : 1; /* groups of heads share a page: each asks for a part of it */
-        if (!(pages >> k & 1)) break;
-        const uint32_t bytes = mla ? mk_latent_row_bytes(m->latent, m->rope, m->cache, 2) * MK_PAGE : 4u * MK_PAGE * g->dim;
-        const uint8_t *page = a->kv + (mla ? m->kv_off : g->kv_off + 2 * mk_gqa_at(g->dim, at % n, 0, 0)) + __shfl_sync(0xffffffffu, id, k) * a->kv_page_bytes;
+    for (uint32_t k = 0; pages >> k & 1; k++) {
+        const uint32_t heads = __shfl_sync(0xffffffffu, rest, k);
+        const uint8_t *page = all + __shfl_sync(0xffffffffu, id, k) * a->kv_page_bytes + (mla ? 0 : heads * bytes); /* mk_gqa_at */
 #pragma unroll 1
-        for (uint32_t b = (lane * of + share) * 128; b < bytes; b += 32 * of * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(page + b));
+        for (uint32_t b = (lane * of + (mla ? heads : 0)) * 128; b < bytes; b += 32 * of * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(page + b));
     }
     return true;
 }
@@ -354,7 +383,7 @@ MK_DEV void pass_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f)
 {
     if ((f->place.run & ~MK_TRACED) != MK_ONE_NONE) atomicAdd(a->counter + sh->vec[f->in.signal_vec].counter, 1u);
     const uint32_t trace = sh->step.trace;
-    if (!trace) return;
+    if (__builtin_expect(!trace, 1)) return;
     const uint64_t now = mk_now();
     const uint32_t tag = trace >> 16, k = (trace & 0xffffu) - 1;
     uint4 *r = a->trace + 2 * ((size_t)k * a->n_insn + sh->trace.first + f->in.seq);
@@ -365,7 +394,7 @@ MK_DEV void pass_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f)
 /* The instruction in a slot is done: its record, if its step is traced. All lanes. noted: slots that have one, by bits; waited: for weights, up to the record before. */
 MK_DEV void trace_done(mk_shared *sh, uint32_t slot, uint32_t *noted, uint32_t *waited, uint32_t lane)
 {
-    if (!(*noted >> slot & 1)) return;
+    if (__builtin_expect(!(*noted >> slot & 1), 1)) return;
     *noted &= ~(1u << slot);
     const mk_trace_note *t = &sh->fed[slot].note;
     const uint32_t weights = t->weights;
@@ -374,18 +403,18 @@ MK_DEV void trace_done(mk_shared *sh, uint32_t slot, uint32_t *noted, uint32_t *
     __syncwarp();
 }
 
-/* What is done aside, what was before it being done. All lanes. at: in the queue; after: behind which instruction, counted as they are fed; of the shared
+/* What is done aside, what was before it being done. All lanes. after: behind which instruction, counted as they are fed; of the shared
  * expert's gate|up: which phase of route_staged. */
-MK_DEV void hand_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f, uint32_t at, uint32_t after, uint32_t lane)
+MK_DEV void hand_over(mk_shared *sh, const mk_fed *f, uint32_t after, uint32_t lane)
 {
+    constexpr uint32_t AT = (offsetof(mk_fed, place) + offsetof(mk_places, after)) / 16, NOTE = offsetof(mk_fed, note) / 16;
     __syncwarp(); /* its places are there */
-    static_assert(sizeof(mk_fed) <= 32 * 16, "16 bytes a lane");
-    if (lane < sizeof(mk_fed) / 16) ((uint4 *)&sh->aside)[lane] = ((const uint4 *)f)[lane];
-    __syncwarp();
-    if (lane == 0) {
-        sh->aside.place.after = after;
-        memset(&sh->aside.note, 0, sizeof sh->aside.note);
-        mk_store_relaxed(a->position + blockIdx.x, at);
+    static_assert(sizeof(mk_fed) <= 32 * 16 && (offsetof(mk_fed, place) + offsetof(mk_places, after)) % 16 == 0 && sizeof(mk_fed) == offsetof(mk_fed, note) + sizeof(mk_trace_note), "16 bytes a lane");
+    if (lane < sizeof(mk_fed) / 16) {
+        uint4 q = ((const uint4 *)f)[lane];
+        if (lane == AT) q.x = after;
+        if (lane >= NOTE) q = make_uint4(0, 0, 0, 0);
+        ((uint4 *)&sh->aside)[lane] = q;
     }
     __syncwarp();
     if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_full));
@@ -400,11 +429,12 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     mk_watch watch = {0, 0};
     const bool own = schedules(a);
     bool leave = first == end;
-    uint4 next = leave ? make_uint4(0, 0, 0, 0) : fetch(a, first, lane); /* the next instruction, while this one or a step is waited for */
+    const uint4 *const part = fetches(a, lane);
+    uint4 next = leave ? make_uint4(0, 0, 0, 0) : fetch(part, first); /* the next instruction, while this one or a step is waited for */
     for (uint32_t seq = MK_ONE_STEP ? sh->step.seq : 0; !leave; seq++) {
         /* the compute warps may still read the last descriptor */
         for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING; i < fed; i++) {
-            await_done(a, sh, &watch, i, lane);
+            await_slot(a, sh, &watch, i, 0, STAYS, lane);
             trace_done(sh, i % MK_INSN_RING, &noted, &waited, lane);
         }
         if (MK_ONE_STEP ? !sh->step.nrows : !step_receive(a, sh, seq, lane, own)) break;
@@ -417,49 +447,48 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             }
         }
         for (uint32_t i = first; i < end; i++, fed++) {
-            uint32_t slot = fed % MK_INSN_RING;
-            const uint4 part = next;
-            next = fetch(a, i + 1 < end ? i + 1 : first, lane);
-            bool hang = sh->step.hang == MK_HANG_AT(worker, i - first);
-            for (uint32_t n = 0; !leave; n++) {
-                bool free = fed < MK_INSN_RING || mk_mbar_try(mk_smem(&sh->insn_empty[slot]), (fed / MK_INSN_RING & 1) ^ 1);
-                if (__all_sync(0xffffffffu, free && !hang)) break;
-                if ((n & 15) == 15) leave = look_after(a, sh, &watch, lane);
-            }
+            const uint32_t slot = fed % MK_INSN_RING;
+            mk_fed *f = &sh->fed[slot];
+            leave = await_slot(a, sh, &watch, fed, 1, sh->step.hang == MK_HANG_AT(worker, i - first) ? HANGS : HEEDS, lane);
             if (leave) break;
             trace_done(sh, slot, &noted, &waited, lane);
-            if (lane < FETCHED) ((uint4 *)&sh->fed[slot])[lane] = part;
+            if (lane < FETCHED) ((uint4 *)f)[lane] = next;
+            next = fetch(part, i + 1 < end ? i + 1 : first);
             __syncwarp();
-            address(a, sh, &sh->fed[slot], lane);
+            address(a, sh, f, lane);
             __syncwarp();
-            const uint32_t run = sh->fed[slot].place.run & ~MK_TRACED;
-            const bool aside = !MK_ONE_STEP && sh->step.nrows == 1 && sh->fed[slot].plan.end & MK_END_ASIDE;
-            bool idle = run == MK_ONE_COUNT || run == MK_ONE_NONE;
-            if (run == MK_ONE_GQA || run == MK_ONE_MLA) idle = !attention_ahead(a, sh, &sh->fed[slot], lane);
-            if (idle) {
-                if (lane == 0) pass_over(a, sh, &sh->fed[slot]);
+            const uint32_t run = f->place.run & ~MK_TRACED;
+            uint32_t rest = run - MK_ONE_COUNT;
+            mk_keep(&rest); /* else a table of jumps */
+            if (rest <= MK_ONE_NONE - MK_ONE_COUNT && (rest - 1 > 1 || !attention_ahead(a, sh, slot, lane))) { /* nothing to do */
+                if (lane == 0) pass_over(a, sh, f);
                 fed--; /* the slot is free still */
+                __syncwarp();
+                continue;
             }
-            const bool gemv = MK_IS_ONE(run);
-            if (aside && !idle && (gemv || run == MK_ONE_MLA)) {
-                for (uint32_t n = 0; asides && !leave && !__all_sync(0xffffffffu, mk_mbar_try(mk_smem(&sh->aside_done), asides - 1 & 1)); n++)
-                    if ((n & 15) == 15) leave = look_after(a, sh, &watch, lane);
+            const bool aside = !MK_ONE_STEP && sh->step.nrows == 1 && f->plan.end & MK_END_ASIDE, gemv = MK_IS_ONE(run);
+            if (aside && (gemv || run == MK_ONE_MLA)) {
+                leave = asides && await(a, sh, &watch, &sh->aside_done, asides - 1 & 1, HEEDS, lane);
                 if (leave) break;
                 /* queries: behind what comes before the GEMVs that leave their place alone; down: behind what stands before EXPERT_UP; gate|up: with ROUTE's input */
-                const uint32_t after = !gemv ? fed - 1 - sh->fed[slot].plan.beside : sh->fed[slot].plan.end & MK_END_SILU ? routes - 1 & 1 : fed - 2;
-                hand_over(a, sh, &sh->fed[slot], i - first, after, lane);
+                const uint32_t after = !gemv ? fed - 1 - f->plan.beside : f->plan.end & MK_END_SILU ? routes - 1 & 1 : fed - 2;
+                hand_over(sh, f, after, lane);
                 asides++;
-                idle = gemv;
-                fed -= gemv;
             }
-            if (aside && !gemv && asides && lane == 0) sh->fed[slot].place.run |= MK_AWAITS | (asides - 1 & 1 ? MK_LAP : 0);
+            if (lane == 0) {
+                mk_store_relaxed(a->position + worker, i - first);
+                if (aside && !gemv && asides) f->place.run |= MK_AWAITS | (asides - 1 & 1 ? MK_LAP : 0);
+            }
             __syncwarp();
-            if (idle) continue;
-            routes += sh->fed[slot].in.opcode == MK_OP_ROUTE;
-            if (sh->fed[slot].in.opcode == MK_OP_DELTA_STEP) mk_delta_ahead(a, &sh->step, &sh->fed[slot], lane);
-            if (lane == 0) mk_store_relaxed(a->position + worker, i - first);
-            if (sh->step.trace) {
-                if (lane < sizeof(mk_trace_note) / 4) ((uint32_t *)&sh->fed[slot].note)[lane] = 0;
+            if (aside && gemv) {
+                fed--;
+                continue;
+            }
+            const uint32_t opcode = f->in.opcode;
+            routes += opcode == MK_OP_ROUTE;
+            if (opcode == MK_OP_DELTA_STEP) mk_delta_ahead(a, &sh->step, f, lane);
+            if (__builtin_expect(sh->step.trace, 0)) {
+                if (lane < sizeof(mk_trace_note) / 4) ((uint32_t *)&f->note)[lane] = 0;
                 noted |= 1u << slot;
                 __syncwarp();
             }
@@ -468,7 +497,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
         if (MK_ONE_STEP) break;
     }
     uint32_t slot = fed % MK_INSN_RING;
-    if (fed >= MK_INSN_RING) await_done(a, sh, &watch, fed - MK_INSN_RING, lane);
+    await_slot(a, sh, &watch, fed, 1, STAYS, lane);
     if (lane == 0) {
         if (!MK_ONE_STEP || leave || !sh->step.nrows) mk_flag_set(&sh->leave, 1); /* else the loader leaves by itself */
         sh->fed[slot].place.run = MK_OP_LEAVE;
@@ -480,7 +509,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
     __syncwarp();
     if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_full));
     for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING + 1; MK_ONE_STEP && i < fed; i++) /* somebody has to watch over the last ones */
-        await_done(a, sh, &watch, i, lane);
+        await_slot(a, sh, &watch, i, 0, STAYS, lane);
 }
 
 /* ---- loader --------------------------------------------------------------------------------------------------------- */
@@ -747,7 +776,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         }
     } else if (warp >= MK_WARP_ASIDE) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MK_REGS_ASIDE));
-        if (!MK_ONE_STEP) mk_aside(sh, warp - MK_WARP_ASIDE, threadIdx.x % 32);
+        if (!MK_ONE_STEP) mk_aside(sh);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MK_REGS_HELPER));
         if (warp == MK_WARP_CONTROL) {
