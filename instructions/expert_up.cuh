@@ -136,6 +136,7 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
             mk_keep(&part);
             const mk_lap lap = d->sh->lap;
             const mk_way way = mk_way_of<FORM == MK_X_F16>(&t, ring.at);
+            if (n == 0) mk_stagger(&way);
             mk_product_one<FORM>(MK_FAULT_EXPERT, &ring, &t, mk_uniform(mk_tiles_of(t.rows)), &way, &lap, x, mk_row_stride(f->plan.x.k), MK_NO_NORM, part, d->lane);
             mk_trace_bytes(d, t.rows * t.nkb * MK_KBLOCK_BYTES);
         }
