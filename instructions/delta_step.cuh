@@ -514,6 +514,27 @@ template <uint32_t LOW> MK_DEV mk_delta_unit mk_delta_unit_of(const mk_delta *e,
     return t;
 }
 
+/* What a unit takes from memory. In front of the loop over units: what the compiler makes there of q's and k's state would be waited for before they are asked for. */
+typedef struct mk_delta_of_unit {
+    uint4 first; /* a first look at its packet; with a low rank behind f and z */
+    float4 taps, before;
+    float p; /* dt_bias, o_norm */
+} mk_delta_of_unit;
+template <uint32_t LOW>
+MK_DEV mk_delta_of_unit mk_delta_ask_unit(const mk_delta_unit *t, const uint4 *at, bool head, bool begins, const float *weight, const float *param, const uint8_t *from)
+{
+    mk_delta_of_unit of = {};
+    if (!t->has) return of;
+    if (!LOW) of.first = mk_packet_load(at);
+    if (t->is_v) {
+        of.taps = __ldg((const float4 *)weight + 2 * MK_DELTA_DK + t->i);
+        if (!begins) of.before = __ldcg((const float4 *)from + 2 * MK_DELTA_DK + t->i);
+    } else if (!LOW && !t->is_b) {
+        of.p = __ldg(param + 1 + t->i + (t->is_f ? 0 : head ? 1 : MK_DELTA_DK));
+    }
+    return of;
+}
+
 template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
@@ -552,8 +573,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
 
     float4 s[MK_DELTA_COLS], past = make_float4(0, 0, 0, 0);
     if (!begins) past = __ldcg((const float4 *)from + d->tid);
-    float4 w = __ldg((const float4 *)weight + d->tid);
-    const float4 *columns = (const float4 *)(from + matrix) + d->tid;
+    const float4 w = __ldg((const float4 *)weight + d->tid), *columns = (const float4 *)(from + matrix) + d->tid;
     asm("" : "+l"(columns)); /* or it is worked out for each */
 #pragma unroll
     for (uint32_t c = 0; c < MK_DELTA_COLS; c++) {
@@ -561,27 +581,17 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         if (!begins && warp + c * MK_WARPS < dv) s[c] = __ldcg(columns + c * MK_WARPS * (MK_DELTA_DK / 4));
     }
 
+    mk_delta_of_unit of = mk_delta_ask_unit<LOW>(&unit, other_at, head, begins, weight, param, from);
+    if (!LOW && unit.has && unit.is_f) rate = __ldg(param);
+
 #pragma unroll 1
     for (uint32_t u = warp;;) {
-        uint4 first = make_uint4(0, 0, 0, 0);
-        float4 taps = make_float4(0, 0, 0, 0), before = taps;
-        float p = 0;
-        if (unit.has) {
-            if (!LOW) first = mk_packet_load(other_at);
-            if (unit.is_v) {
-                taps = __ldg((const float4 *)weight + 2 * MK_DELTA_DK + unit.i);
-                if (!begins) before = __ldcg((const float4 *)from + 2 * MK_DELTA_DK + unit.i);
-            } else if (!LOW && !unit.is_b) {
-                p = __ldg(param + 1 + unit.i + (unit.is_f ? 0 : head ? 1 : MK_DELTA_DK));
-                if (unit.is_f) rate = __ldg(param);
-            }
-        }
         if constexpr (LOW != 0) {
             look = mk_packet_get(place->in[1] + low / 8, look, place->epoch[1], 1, 0, low / 8);
             mk_delta_take_input<LOW>(d, mk_found_bf16(low, look), x);
             mk_sync();
             look = mk_packet_load(at);
-            if (unit.has) first = mk_packet_load(other_at);
+            if (unit.has) of.first = mk_packet_load(other_at);
             uint32_t which = 0;
 #pragma unroll 1
             do {
@@ -603,25 +613,24 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         const uint32_t epoch = place->epoch[0], other_epoch = place->epoch[unit.k];
         uint32_t looks = 0;
         for (;;) {
-            const bool late = look.w != epoch, other_late = unit.has && first.w != other_epoch;
+            const bool late = look.w != epoch, other_late = unit.has && of.first.w != other_epoch;
             if (!late && !other_late) break;
             mk_packet_again(&look, at, late);
-            mk_packet_again(&first, other_at, other_late);
-            if (!mk_still_waiting(++looks, late ? 0 : unit.k, 0, (late ? own : other) / 8, late ? look.w : first.w)) break;
+            mk_packet_again(&of.first, other_at, other_late);
+            if (!mk_still_waiting(++looks, late ? 0 : unit.k, 0, (late ? own : other) / 8, late ? look.w : of.first.w)) break;
         }
         mk_waited(looks);
-        if (!LOW) mk_keep((uint32_t *)&w.x); /* or its products are made in front of the loop, where they wait for the state before the others are asked for */
         if (LOW || u < MK_WARPS) mk_delta_convolve_one(mk_found_bf16(own, look), w, past, (float4 *)to + d->tid, x->qk + d->tid);
         if (unit.has) {
-            const float y = mk_found_bf16(other, first);
+            const float y = mk_found_bf16(other, of.first);
             if (unit.is_v)
-                mk_delta_convolve_one(y, taps, before, (float4 *)to + 2 * MK_DELTA_DK + unit.i, x->v + unit.i);
+                mk_delta_convolve_one(y, of.taps, of.before, (float4 *)to + 2 * MK_DELTA_DK + unit.i, x->v + unit.i);
             else if (LOW || unit.is_b)
                 x->beta = mk_delta_gate(1.0f, y);
             else if (unit.is_f)
-                x->a[unit.i] = mk_delta_decay(y + p, -mk_exp_fast(rate));
+                x->a[unit.i] = mk_delta_decay(y + of.p, -mk_exp_fast(rate));
             else
-                x->z[unit.i] = p * mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y);
+                x->z[unit.i] = of.p * mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y);
         }
         u += MK_WARPS;
         if (LOW || u >= units) break;
@@ -629,6 +638,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         unit = mk_delta_unit_of<LOW>(e, head, u, units, lane, mine);
         other = mk_spot_find(d, unit.k, unit.index);
         other_at = place->in[unit.k] + other / 8;
+        of = mk_delta_ask_unit<LOW>(&unit, other_at, head, begins, weight, param, from);
     }
     mk_sync();
     mk_trace_input(d);
