@@ -410,16 +410,21 @@ template <uint32_t LOADS> MK_DEV void mk_pair_ask(uint4 (&q)[LOADS], const uint4
 #pragma unroll
     for (uint32_t j = 0; j < LOADS; j++) q[j] = mk_packet_load(j < PART ? a + 32 * j : b + 32 * (j - PART));
 }
-/* What they are: MK_PAIR_WORD; behind a pair's words are others. */
-template <uint32_t LOADS> MK_DEV void mk_pair_map(uint32_t (&m)[LOADS], const uint32_t *a, const uint32_t *b)
+/* What they are: the lane's words of a pair's table (gpu.cu), which has zeros where the pair has no packet. */
+MK_DEV constexpr uint32_t mk_pair_words(uint32_t loads)
 {
-    constexpr uint32_t PART = mk_pair_part(LOADS);
-    asm volatile("" : "+l"(a), "+l"(b));
+    return (2 * mk_pair_part(loads) + 3) & ~3u;
+}
+static_assert(mk_pair_words(MK_PAIR_MOST / 32) == MK_PAIR_WORDS, "mk_pair_map");
+template <uint32_t WORDS> MK_DEV void mk_pair_map(uint32_t (&m)[WORDS], const uint4 *from)
+{
 #pragma unroll
-    for (uint32_t j = 0; j < LOADS; j++) {
-        m[j] = __ldg(j < PART ? a + 32 * j : b + 32 * (j - PART));
-        mk_keep(&m[j]); /* not later */
+    for (uint32_t j = 0; j < WORDS; j += 4) {
+        const uint4 v = __ldg(from + j / 4);
+        m[j] = v.x, m[j + 1] = v.y, m[j + 2] = v.z, m[j + 3] = v.w;
     }
+#pragma unroll
+    for (uint32_t j = 0; j < WORDS; j++) mk_keep(&m[j]); /* not later */
 }
 /* By a warp: the bf16 values at [row, end) become f16 where they lie. Two eights of a lane at a time, the second of which is the first once more where there is none. */
 MK_DEV void mk_pair_f16(uint32_t row, uint32_t end, uint32_t lane, uint32_t less)
@@ -434,10 +439,10 @@ MK_DEV void mk_pair_f16(uint32_t row, uint32_t end, uint32_t lane, uint32_t less
     }
 }
 /* Stages the pair whose packets are `from` (the lane's first) at shared address `row`: its values in order, in the form that they are multiplied in, and zeros to the end
- * of the K block. What its products are multiplied by stands before them. first: the lane's first packet's number; m: what its packets are; q: a look at them. Part by part, as bf16, in a
+ * of the K block. What its products are multiplied by stands before them. first: the lane's first packet's number; both: the other part is another pair's, whose packets are the same; m: what they are; q: a look at them. Part by part, as bf16, in a
  * loop in which the second part moves up to the first one's place; where the form is f16 the warp goes over them once more: code that runs once is waited for. */
-template <uint32_t FORM, uint32_t LOADS>
-MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, uint32_t first, float weight, uint32_t row, uint32_t (&m)[LOADS], uint4 (&q)[LOADS])
+template <uint32_t FORM, uint32_t LOADS, uint32_t WORDS>
+MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, uint32_t first, float weight, uint32_t row, bool both, uint32_t (&m)[WORDS], uint4 (&q)[LOADS])
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     constexpr uint32_t PART = mk_pair_part(LOADS);
@@ -445,16 +450,14 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
     uint32_t top = 0;
 #pragma unroll 1
     for (uint32_t i = k + d->lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0); /* of an odd number of values the first one here is zero in their last word, too */
-    int left = (int)(per - d->lane);
 #pragma unroll 1
-    for (uint32_t n = 0; n < per; n += 32 * PART, left -= 32 * (int)PART, from += 32 * PART, first += 32 * PART) {
+    for (uint32_t n = 0; n < per; n += 32 * PART, from += 32 * PART, first += 32 * PART) {
         uint32_t to[PART], wanted = 0;
         int end[PART];
 #pragma unroll
         for (uint32_t i = 0; i < PART; i++) {
-            const uint32_t word = left > 32 * (int)i ? m[i] : 0;
-            to[i] = row + MK_PAIR_TO(word);
-            end[i] = MK_PAIR_END(word);
+            to[i] = row + MK_PAIR_TO(m[i]);
+            end[i] = MK_PAIR_END(m[i]);
             wanted |= end[i] ? 1u << i : 0;
             mk_keep(&to[i]), mk_keep((uint32_t *)&end[i]);
         }
@@ -475,7 +478,10 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
         for (uint32_t i = 0; i < PART; i++)
             if (end[i] & 1) mk_sts16(to[i] - 2, q[i].x);
 #pragma unroll
-        for (uint32_t i = 0; i + PART < LOADS; i++) q[i] = q[i + PART], m[i] = m[i + PART];
+        for (uint32_t i = 0; i < PART; i++) {
+            if (i + PART < LOADS) q[i] = q[i + PART];
+            m[i] = both ? m[i] : m[i + PART];
+        }
     }
     __syncwarp();
     const mk_f16_shift shift = mk_f16_shift_of(FP8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
@@ -497,17 +503,18 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     const mk_tile t = p->tile;
     const mk_lap lap = sh->lap;
     const uint32_t experts = routes->n_union, n = t.rows, per = p->packets, stride = mk_row_stride(in->expert.k), staged = mk_smem(sh->staging) + MK_PAIR_HEAD;
+    __builtin_assume(n <= MK_DOWN_ONE_ROWS); /* mk_part_at */
     const uint32_t turn = memo->turn, i = d->warp * MK_UNIT + d->lane;
     const bool local = base->scope == MK_LOCAL, f32 = sh->vec[in->signal_vec].dtype == MK_F32, has = i < n && d->lane < MK_UNIT;
     const float *const sum_of_others = (const float *)(mk_local_memory(d->a) + base->offset);
     const uint4 *const residual = f->place.in[2] + i / 3;
     uint4 q[LOADS], look = make_uint4(0, 0, 0, 0);
-    uint32_t map[LOADS], first = d->warp * per + d->lane;
+    uint32_t map[mk_pair_words(LOADS)], first = d->warp * per + d->lane;
     const bool mine = d->warp < experts, both = per <= 32 * (LOADS - PART), other = mine && (both ? d->warp + MK_WARPS < experts : per > 32 * PART);
     const uint4 *from = mine ? f->place.in[0] + first : f->place.out; /* who has none looks where nobody else does */
-    const uint32_t *const words = mine ? sh->args.map + p->map + d->lane : (const uint32_t *)f->place.out;
+    const uint4 *const words = mine ? (const uint4 *)(sh->args.map + p->map) + d->lane * (MK_PAIR_WORDS / 4) : f->place.out;
     mk_pair_ask(q, from, other ? from + (both ? MK_WARPS * per : 32 * PART) : f->place.out);
-    mk_pair_map(map, words, words + (both ? 0 : 32 * PART));
+    mk_pair_map(map, words);
     if (!local && has) look = mk_packet_load(residual);
 
     mk_walk walk;
@@ -528,12 +535,12 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
 
 #pragma unroll 1
     for (uint32_t j = d->warp, row = staged + j * stride; j < experts;) {
-        mk_pair_take<FORM>(d, f, from, first, routes->weight[0][j], row, map, q);
+        mk_pair_take<FORM>(d, f, from, first, routes->weight[0][j], row, both, map, q);
         if ((j += MK_WARPS) >= experts) break;
         row += MK_WARPS * stride, first += MK_WARPS * per, from += MK_WARPS * per;
         if (both) continue;
         mk_pair_ask(q, from, from + 32 * PART);
-        mk_pair_map(map, words, words + 32 * PART);
+        mk_pair_map(map, words);
     }
     mk_sync();
     mk_trace_input(d);

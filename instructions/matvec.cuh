@@ -37,7 +37,9 @@ MK_DEV mk_f16_shift mk_f16_shift_of(uint32_t top)
 /* A pair of bf16, of which m are the magnitudes. */
 MK_DEV uint32_t mk_f16_shifted(uint32_t pair, uint32_t m, uint32_t less)
 {
-    return (__vmaxu2(m, less) - less) * 8 | (pair & 0x80008000u);
+    uint32_t by = 0u - 8 * less;
+    asm("" : "+r"(by)); /* one addition with a shift, and not both */
+    return __vmaxu2(m, less) * 8 + by | (pair & 0x80008000u);
 }
 MK_DEV uint32_t mk_magnitudes(uint32_t pair)
 {

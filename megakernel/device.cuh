@@ -386,7 +386,8 @@ typedef struct mk_shared {
 #define MK_PAIR_MOST    288u /* the greater of these: so many are asked for, behind the last pair, too */
 #define MK_PAIR_HEAD    32u  /* bytes before a staged pair: what its products are multiplied by */
 #define MK_DOWN_ONE_ROWS 32u /* of weights, at most, for mk_down_one */
-/* What packet q of a pair of EXPERT_DOWN is to mk_pair_take: where the first of its values goes that begins a word, in bytes, and twice the number of values, less one if
+#define MK_PAIR_WORDS   12u  /* of a lane in a pair's table: word j is of packet 32 j + lane. A multiple of 4 */
+/* What a packet of a pair of EXPERT_DOWN is to mk_pair_take: where the first of its values goes that begins a word, in bytes, and twice the number of values, less one if
  * the first does not begin a word; 0: none. */
 #define MK_PAIR_WORD(value, n) ((n) ? ((value) + ((value) & 1)) * 2 | (2 * (n) - ((value) & 1)) << 16 : 0)
 #define MK_PAIR_TO(m)  ((m) & 0xffffu)

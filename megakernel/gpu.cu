@@ -41,7 +41,7 @@ struct mk_gpu {
     uint32_t submit_next;
     uint32_t smem;
     uint32_t map_at[MK_MAX_VEC]; /* by vector: its first word in args.map */
-    uint32_t pair_at[MK_MAX_VEC]; /* of those that EXPERT_DOWN reads: MK_PAIR_WORD of each packet */
+    uint32_t pair_at[MK_MAX_VEC]; /* of those that EXPERT_DOWN reads: [32 lanes][MK_PAIR_WORDS] */
     mk_queries queries[4];        /* of MLA_PARTIALs that differ */
     uint32_t n_queries;
     /* pinned */
@@ -380,12 +380,16 @@ static uint32_t pairs_bytes(const mk_expert *e)
 {
     return e->topk * mk_row_stride(e->k) + MK_PAIR_HEAD;
 }
+/* Packets of a pair of EXPERT_DOWN. */
+static uint32_t pair_packets(const mk_gpu *g, const mk_insn *in)
+{
+    const mk_vec *u = &g->prog->vec[in->wait[0].vec];
+    return u->nslice / in->expert.topk * u->slice_packets;
+}
 /* EXPERT_DOWN of one row: the packets of a pair, whether a warp gathers one at once and there is room for all of them. */
 static void pairs_plan(const mk_gpu *g, const mk_insn *in, mk_plan *p)
 {
-    const mk_vec *u = &g->prog->vec[in->wait[0].vec];
-    const uint32_t topk = in->expert.topk;
-    p->packets = u->nslice / topk * u->slice_packets;
+    p->packets = pair_packets(g, in);
     p->map = g->pair_at[in->wait[0].vec];
     p->dealt = p->packets <= MK_PAIR_PACKETS(in->expert.n) && in->expert.n <= MK_DOWN_ONE_ROWS && pairs_bytes(&in->expert) <= MK_STAGING;
 }
@@ -554,8 +558,8 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     const mk_program *p = g->prog;
     const mk_program_info *i = &p->info;
     mk_vec *vec = (mk_vec *)malloc(i->n_vec * sizeof *vec);
-    const uint32_t room = (uint32_t)(i->exchange_bytes / 16 + 1); /* words: a packet has 16 places or more, and a word or two here */
-    uint32_t *map = (uint32_t *)calloc(room + MK_PAIR_MOST, sizeof *map), n_map = 0;
+    const uint32_t room = (uint32_t)(i->exchange_bytes / 16 + 1) + MK_MAX_VEC * (32 * MK_PAIR_WORDS + 3); /* words: a packet has 16 places or more, and a word here; pairs have a table a vector */
+    uint32_t *map = (uint32_t *)calloc(room, sizeof *map), n_map = 0;
     uint16_t *start = (uint16_t *)calloc(MK_MAX_START, sizeof *start);
     uint32_t n = 0, stats = MK_NONE;
     int rc = MK_OK;
@@ -577,13 +581,16 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
         g->map_at[k] = n_map;
         for (uint32_t s = 0; s < vec[k].nslice && !rc; s++)
             for (uint32_t q = 0; q < vec[k].slice_packets; q++) map[n_map++] = map_word(&vec[k], s, from[s], from[s + 1] - from[s], q);
-        g->pair_at[k] = n_map;
-        if (!(vec[k].flags & MK_VEC_DYNAMIC)) continue;
-        for (uint32_t s = 0; s < vec[k].nslice && !rc; s++)
-            for (uint32_t q = 0; q < vec[k].slice_packets; q++) {
-                const uint32_t value = from[s] + 6 * q, n = value < from[s + 1] ? from[s + 1] - value : 0;
-                map[n_map++] = MK_PAIR_WORD(value, n < 6 ? n : 6u);
-            }
+        uint32_t pair = 0; /* its packets */
+        for (uint32_t q = 0; q < i->n_insn && !pair && vec[k].flags & MK_VEC_DYNAMIC; q++)
+            if (p->insn[q].opcode == MK_OP_EXPERT_DOWN && p->insn[q].wait[0].vec == k) pair = pair_packets(g, &p->insn[q]);
+        if (!pair || pair > MK_PAIR_MOST || rc) continue;
+        g->pair_at[k] = n_map = n_map + 3 & ~3u; /* 16-byte loads */
+        for (uint32_t q = 0; q < pair; q++) {
+            const uint32_t s = q / vec[k].slice_packets, value = from[s] + q % vec[k].slice_packets * 6, n = value < from[s + 1] ? from[s + 1] - value : 0;
+            map[n_map + q % 32 * MK_PAIR_WORDS + q / 32] = MK_PAIR_WORD(value, n < 6 ? n : 6u);
+        }
+        n_map += 32 * MK_PAIR_WORDS;
     }
     for (uint32_t k = 0; k < i->n_insn && !rc && g->n_queries < sizeof g->queries / sizeof *g->queries; k++) {
         if (p->insn[k].opcode != MK_OP_MLA_PARTIAL || queries_of(g, &p->insn[k])) continue;
@@ -594,7 +601,7 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     }
     if (!rc && (!(g->args.vec = (mk_vec *)uploaded(g, "vectors", vec, i->n_vec * sizeof *vec, err)) ||
                 !(g->args.start = (uint16_t *)uploaded(g, "slice starts", start, (n + 7u & ~7u) * sizeof *start, err)) ||
-                !(g->args.map = (uint32_t *)uploaded(g, "packet map", map, (n_map + MK_PAIR_MOST) * sizeof *map, err))))
+                !(g->args.map = (uint32_t *)uploaded(g, "packet map", map, n_map * sizeof *map, err))))
         rc = MK_E_CAPACITY;
     g->args.n_start = n;
     free(vec), free(start), free(map);
