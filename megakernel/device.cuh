@@ -577,10 +577,9 @@ MK_DEV bool mk_elect(void)
     asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(one));
     return one != 0;
 }
-/* All compute warps. */
+/* All compute warps. (ptxas brings a warp together in front of it.) */
 MK_DEV void mk_sync(void)
 {
-    __syncwarp();
     asm volatile("bar.sync 1, %0;" ::"n"(MK_COMPUTE) : "memory");
 }
 
