@@ -439,8 +439,9 @@ MK_DEV void mk_pair_f16(uint32_t row, uint32_t end, uint32_t lane, uint32_t less
     }
 }
 /* Stages the pair whose packets are `from` (the lane's first) at shared address `row`: its values in order, in the form that they are multiplied in, and zeros to the end
- * of the K block. What its products are multiplied by stands before them. first: the lane's first packet's number; both: the other part is another pair's, whose packets are the same; m: what they are; q: a look at them. Part by part, as bf16, in a
- * loop in which the second part moves up to the first one's place; where the form is f16 the warp goes over them once more: code that runs once is waited for. */
+ * of the K block. What its products are multiplied by stands before them. first: the lane's first packet's number; both: the other part is another pair's, whose packets are the same;
+ * m: what they are; q: a look at them. Part by part, as bf16, in a loop in which the second part moves up to the first one's place; where the form is f16 the warp goes over them once
+ * more: code that runs once is waited for. */
 template <uint32_t FORM, uint32_t LOADS, uint32_t WORDS>
 MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, uint32_t first, float weight, uint32_t row, bool both, uint32_t (&m)[WORDS], uint4 (&q)[LOADS])
 {
