@@ -284,16 +284,16 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
     const mk_turns turns = mk_turns_of<F32>(g);
     const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
     const uint4 *const from = f->place.in[0] + packet0;
-    const float *const gamma = sh->args.param + p->x.param_off + value0;
+    const float4 *const gamma = (const float4 *)(sh->args.map + p->gain) + (F32 ? 1 : 2) * packet0;
     uint4 q[LOADS];
-    float gain[RMS ? LOADS : 1][F32 ? 3 : 6];
+    float4 gain[RMS ? LOADS : 1][F32 ? 1 : 2]; /* of a packet's values; what is no value's is 0 */
     uint32_t at[LOADS], value[LOADS], mine[WORDS]; /* mine: which of a packet's values are the lane's */
     const uint32_t wanted = mk_ask(q, at, value, from, turns, h.any, first0, k);
     if (RMS)
 #pragma unroll
         for (uint32_t j = 0; j < LOADS; j++)
 #pragma unroll
-            for (uint32_t i = 0; i < (F32 ? 3 : 6); i++) gain[j][i] = wanted & 1u << j ? __ldg(gamma + value[j] + i) : 0; /* beyond k they meet zeros */
+            for (uint32_t i = 0; i < (F32 ? 1 : 2); i++) gain[j][i] = wanted & 1u << j ? __ldg(gamma + (F32 ? 1 : 2) * at[j] + i) : make_float4(0, 0, 0, 0);
 #pragma unroll
     for (uint32_t i = 0; i < WORDS; i++) {
         mine[i] = 2 * i >= h.count ? 0 : F32 && 2 * i + 1 >= h.count ? 0xffff : 0xffffffffu;
@@ -315,10 +315,11 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
         const bool has = wanted & 1u << j;
         if (F32) {
             float y[3] = {__uint_as_float(q[j].x), __uint_as_float(q[j].y), __uint_as_float(q[j].z)};
+            const float by[3] = {gain[RMS ? j : 0][0].x, gain[RMS ? j : 0][0].y, gain[RMS ? j : 0][0].z};
 #pragma unroll
             for (uint32_t i = 0; i < 3; i++) {
                 sum = __fmaf_rn(y[i], y[i], sum);
-                y[i] = __fmul_rn(y[i], gain[j][i]);
+                y[i] = __fmul_rn(y[i], by[i]);
             }
 #pragma unroll
             for (uint32_t l = 0; l < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); l++) {
@@ -345,7 +346,8 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
                     const float x0 = __uint_as_float(w[i] << 16), x1 = __uint_as_float(w[i] & 0xffff0000u);
                     sum = __fmaf_rn(x0, x0, sum);
                     sum = __fmaf_rn(x1, x1, sum);
-                    w[i] = mk_bf16_pair(__fmul_rn(x0, gain[j][2 * i]), __fmul_rn(x1, gain[j][2 * i + 1]));
+                    const float4 a = gain[j][0], b = gain[j][F32 ? 0 : 1];
+                    w[i] = mk_bf16_pair(__fmul_rn(x0, i == 0 ? a.x : i == 1 ? a.z : b.x), __fmul_rn(x1, i == 0 ? a.y : i == 1 ? a.w : b.y));
                 }
                 if (!FP8 && has && mine[i]) mk_sts32(to + 4 * i, w[i]);
             }
@@ -409,16 +411,15 @@ template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(cons
     const mk_turns turns = mk_turns_of<F32>(g);
     const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane;
     const uint32_t packets = PART / 2 * turns.packets[1], values = PART / 2 * turns.values[1]; /* from part to part */
-    const float *const gamma = sh->args.param + p->x.param_off + value0;
+    const float4 *const gamma = (const float4 *)(sh->args.map + p->gain) + packet0;
     const uint4 *from = f->place.in[0] + packet0;
     uint4 q[LOADS];
-    float gain[F32 ? LOADS : 1][3];
+    float4 gain[F32 ? LOADS : 1];
     uint32_t at[LOADS], value[LOADS], wanted = mk_ask(q, at, value, from, turns, h.any, value0, k);
     if (F32)
 #pragma unroll
         for (uint32_t j = 0; j < LOADS; j++)
-#pragma unroll
-            for (uint32_t i = 0; i < 3; i++) gain[j][i] = wanted & 1u << j ? __ldg(gamma + value[j] + i) : 0; /* beyond k they meet zeros */
+            gain[j] = wanted & 1u << j ? __ldg(gamma + at[j]) : make_float4(0, 0, 0, 0);
     uint32_t left = k - value0, to = staged + 2 * value0, first = packet0, top = 0;
     float sum = 0;
 #pragma unroll 1
@@ -434,7 +435,7 @@ template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(cons
                 const float y[3] = {__uint_as_float(q[j].x), __uint_as_float(q[j].y), __uint_as_float(q[j].z)};
 #pragma unroll
                 for (uint32_t i = 0; i < 3; i++) sum = __fmaf_rn(y[i], y[i], sum);
-                const uint32_t a = mk_bf16_pair(__fmul_rn(y[0], gain[j][0]), __fmul_rn(y[1], gain[j][1])), b = mk_bf16_pair(__fmul_rn(y[2], gain[j][2]), 0);
+                const uint32_t a = mk_bf16_pair(__fmul_rn(y[0], gain[j].x), __fmul_rn(y[1], gain[j].y)), b = mk_bf16_pair(__fmul_rn(y[2], gain[j].z), 0);
                 top = __vmaxu2(__vmaxu2(top, mk_magnitudes(a)), mk_magnitudes(b));
                 if (count > 0) mk_sts16(place, a);
                 if (count > 1) mk_sts16(place + 2, a >> 16);
@@ -453,9 +454,7 @@ template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(cons
 #pragma unroll
         for (uint32_t j = 0; j + PART < LOADS; j++) {
             q[j] = q[j + PART];
-            if (F32)
-#pragma unroll
-                for (uint32_t i = 0; i < 3; i++) gain[j][i] = gain[j + PART][i];
+            if (F32) gain[j] = gain[j + PART];
         }
         wanted >>= PART, from += packets, first += packets, to += 2 * values, left -= values;
     }

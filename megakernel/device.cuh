@@ -175,7 +175,10 @@ typedef struct mk_plan {
         uint32_t pass;        /* EXPERT_UP, EXPERT_DOWN with MK_END_ASIDE: stages of what is done aside, which it goes past */
     };
     uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
-    uint64_t tape;            /* DELTA_STEP: its segments, in the tape region */
+    union {
+        uint64_t tape;        /* DELTA_STEP: its segments, in the tape region */
+        uint32_t gain;        /* an RMS norm, packets dealt: in mk_gpu_args.map, the gammas of wait 0's packets: gains.cuh */
+    };
 } mk_plan;
 static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32,

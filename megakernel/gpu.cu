@@ -28,6 +28,13 @@ typedef struct mk_queries {
     uint32_t insn, at;
 } mk_queries;
 
+/* The gammas of a gathered vector in the order of its packets: gains.cuh. */
+typedef struct mk_gain {
+    uint32_t vec, slice0, packets, per; /* what is gathered; values a packet */
+    uint32_t in_off, k, param_off;      /* its values, their gammas */
+    uint32_t map, at;                   /* in args.map: what its packets carry, and the table */
+} mk_gain;
+
 struct mk_gpu {
     const mk_program *prog;
     mk_gpu_config cfg;
@@ -44,6 +51,8 @@ struct mk_gpu {
     uint32_t pair_at[MK_MAX_VEC]; /* of those that EXPERT_DOWN reads: [32 lanes][MK_PAIR_WORDS] */
     mk_queries queries[4];        /* of MLA_PARTIALs that differ */
     uint32_t n_queries;
+    mk_gain *gain, *gain_there; /* here; in device memory */
+    uint32_t n_gain;
     /* pinned */
     mk_submit_packets *submit;
     mk_event *event;
@@ -455,6 +464,7 @@ static uint32_t queries_table(const mk_program *p, const mk_insn *in, uint32_t *
     return all;
 }
 
+#include "megakernel/gains.cuh"
 #include "megakernel/plans.cuh"
 
 /* Nothing further goes by a ROUTE: `last`, which was the last to do so, releases it. One that nothing went by (route) somebody has to wait for all the same. */
@@ -558,12 +568,13 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     const mk_program *p = g->prog;
     const mk_program_info *i = &p->info;
     mk_vec *vec = (mk_vec *)malloc(i->n_vec * sizeof *vec);
+    uint32_t gains = 0; /* words */
+    int rc = gains_wanted(g, &gains, err);
     const uint32_t room = (uint32_t)(i->exchange_bytes / 16 + 1) + MK_MAX_VEC * (32 * MK_PAIR_WORDS + 3); /* words: a packet has 16 places or more, and a word here; pairs have a table a vector */
-    uint32_t *map = (uint32_t *)calloc(room, sizeof *map), n_map = 0;
+    uint32_t *map = (uint32_t *)calloc(room + gains + 3, sizeof *map), n_map = 0;
     uint16_t *start = (uint16_t *)calloc(MK_MAX_START, sizeof *start);
     uint32_t n = 0, stats = MK_NONE;
-    int rc = MK_OK;
-    if (!vec || !start || !map) rc = mk_fail(err, MK_E_CAPACITY, "out of memory");
+    if (!rc && (!vec || !start || !map)) rc = mk_fail(err, MK_E_CAPACITY, "out of memory");
     for (uint32_t k = 0; k < i->n_insn; k++)
         if (p->insn[k].opcode == MK_OP_SAMPLE) stats = p->insn[k].wait[0].vec;
     for (uint32_t k = 0; k < i->n_vec && !rc; k++) {
@@ -599,7 +610,15 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
         g->queries[g->n_queries++] = (mk_queries){k, all ? n_map : 0};
         n_map += all;
     }
-    if (!rc && (!(g->args.vec = (mk_vec *)uploaded(g, "vectors", vec, i->n_vec * sizeof *vec, err)) ||
+    n_map = n_map + 3 & ~3u;
+    for (uint32_t k = 0; k < g->n_gain; k++) {
+        mk_gain *t = &g->gain[k];
+        t->map = g->map_at[t->vec] + t->slice0 * p->vec[t->vec].slice_packets;
+        t->at = n_map;
+        n_map += t->packets * MK_GAIN_WORDS(t->per);
+    }
+    if (!rc && (!(g->gain_there = (mk_gain *)uploaded(g, "places of gammas", g->gain, g->n_gain * sizeof *g->gain, err)) ||
+                !(g->args.vec = (mk_vec *)uploaded(g, "vectors", vec, i->n_vec * sizeof *vec, err)) ||
                 !(g->args.start = (uint16_t *)uploaded(g, "slice starts", start, (n + 7u & ~7u) * sizeof *start, err)) ||
                 !(g->args.map = (uint32_t *)uploaded(g, "packet map", map, n_map * sizeof *map, err))))
         rc = MK_E_CAPACITY;
@@ -854,7 +873,7 @@ static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
     g->event_read[0] = 0;
     cudaError_t e;
     if ((e = cudaSetDevice(g->device)) || (e = reset_exchange(g, epoch0)) || (e = cudaMemset(a->counter, 0, 4ull * g->prog->info.n_counter)) ||
-        (e = cudaMemset(a->draw, 0, sizeof(mk_draws))) || (e = reset_sums(g)) ||
+        (e = cudaMemset(a->draw, 0, sizeof(mk_draws))) || (e = reset_sums(g)) || (e = gains_make(g)) ||
         (e = cudaMemset(a->step_ring, 0, (size_t)MK_STEP_RING * MK_STEP_PACKETS * 16)) || (e = cudaMemset(a->abort, 0, 4)) ||
         (e = cudaMemset(a->position, 0, 4ull * g->prog->info.workers)) ||
         (e = cudaMemset(g->st, 0, slots * (sizeof(mk_sched_slot) + sizeof(mk_sched_rest) + 4))) || (e = cudaMemcpy(g->sched, &s, sizeof s, cudaMemcpyHostToDevice)) ||
@@ -973,7 +992,7 @@ int mk_gpu_once(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, const mk_
         g->args.local_image = g->local;
         memset(g->fault, 0, sizeof *g->fault);
         if ((e = cudaMemcpy2D(g->sampling, sizeof(mk_sampling), &g->slot[0].sampling, sizeof(mk_slot), sizeof(mk_sampling), g->cfg.slots, cudaMemcpyHostToDevice)) ||
-            (e = write_steps(g, step)) || (e = cudaMemset(g->args.abort, 0, 4)) || (e = cudaMemset(g->args.draw, 0, sizeof(mk_draws))) || (e = cudaDeviceSynchronize()) ||
+            (e = write_steps(g, step)) || (e = gains_make(g)) || (e = cudaMemset(g->args.abort, 0, 4)) || (e = cudaMemset(g->args.draw, 0, sizeof(mk_draws))) || (e = cudaDeviceSynchronize()) ||
             (e = cudaLaunchKernel(mk_kernel_entry(), dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) ||
             (e = cudaEventRecord(g->left, g->run)))
             rc = cuda_fail(err, e, "one step");
@@ -1184,6 +1203,7 @@ void mk_gpu_destroy(mk_gpu **pg)
     if (g->run) cudaStreamDestroy(g->run);
     if (g->copy) cudaStreamDestroy(g->copy);
     if (g->copied) cudaEventDestroy(g->copied);
+    free(g->gain);
     free(g);
     *pg = NULL;
 }

@@ -77,6 +77,12 @@ static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
     p->hands = hands;
     p->skip = (uint16_t)(d.per == 1 ? (p->x.in_off - start[w->slice0]) / d.slice : 0);
     p->by_per = MK_HAND_BY(d.per);
+    if (p->x.prologue == MK_PRO_RMS) {
+        mk_gain key;
+        const mk_gain *t = gain_key(g->prog, in, &key) ? gain_of(g, &key) : NULL;
+        if (!t) return 0; /* of another program */
+        p->gain = t->at;
+    }
     return one;
 }
 

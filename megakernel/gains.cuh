@@ -1,0 +1,72 @@
+/* Gammas in the order of packets: who gathers one row of a vector with an RMS norm asks for those of a packet with one 16-byte load (two of bf16) instead of one load a value. The tables
+ * are the host's to lay out, in args.map, and a kernel's to fill, before the resident one is launched: parameters may have changed since. Part of gpu.cu. */
+#ifndef MK_GAINS_CUH
+#define MK_GAINS_CUH
+
+#define MK_GAIN_WORDS(per) ((per) == 3 ? 4u : 8u) /* of a packet, which has 3 values of f32 or 6 of bf16 */
+
+/* What an instruction with an RMS norm gathers, without its places. 0: it has none. */
+static int gain_key(const mk_program *p, const mk_insn *in, mk_gain *key)
+{
+    const mk_wait *w = &in->wait[0];
+    memset(key, 0, sizeof *key);
+    switch (in->opcode) {
+    case MK_OP_GEMV:
+        if (in->gemv.prologue != MK_PRO_RMS) return 0;
+        key->in_off = in->gemv.in_off, key->k = in->gemv.k, key->param_off = in->gemv.param_off;
+        break;
+    case MK_OP_LM_HEAD: key->k = in->lm_head.k, key->param_off = in->lm_head.param_off; break;
+    case MK_OP_EXPERT_UP: key->k = in->expert.k, key->param_off = in->expert.param_off; break;
+    case MK_OP_ROUTE: key->k = in->route.k, key->param_off = in->route.norm_off; break;
+    default: return 0;
+    }
+    key->vec = w->vec;
+    key->slice0 = w->slice0;
+    key->packets = w->nslice * p->vec[w->vec].slice_packets;
+    key->per = p->vec[w->vec].dtype == MK_F32 ? 3 : 6;
+    return 1;
+}
+static mk_gain *gain_of(const mk_gpu *g, const mk_gain *key)
+{
+    for (uint32_t i = 0; i < g->n_gain; i++) {
+        mk_gain *t = &g->gain[i];
+        if (t->vec == key->vec && t->slice0 == key->slice0 && t->packets == key->packets && t->in_off == key->in_off && t->k == key->k && t->param_off == key->param_off) return t;
+    }
+    return NULL;
+}
+/* All that the program's instructions want. *words: of args.map. */
+static int gains_wanted(mk_gpu *g, uint32_t *words, mk_err *err)
+{
+    const mk_program *p = g->prog;
+    mk_gain key;
+    *words = 0;
+    for (uint32_t k = 0; k < p->info.n_insn; k++) {
+        if (!gain_key(p, &p->insn[k], &key) || gain_of(g, &key)) continue;
+        if (!(g->n_gain & g->n_gain - 1)) { /* twice as many */
+            mk_gain *more = (mk_gain *)realloc(g->gain, (g->n_gain ? 2 * g->n_gain : 1) * sizeof *more);
+            if (!more) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+            g->gain = more;
+        }
+        g->gain[g->n_gain++] = key;
+        *words += key.packets * MK_GAIN_WORDS(key.per);
+    }
+    return MK_OK;
+}
+
+static __global__ void gains_fill(const mk_gain *gain, uint32_t *map, const float *param)
+{
+    const mk_gain t = gain[blockIdx.x];
+    const uint32_t words = MK_GAIN_WORDS(t.per);
+    for (uint32_t i = threadIdx.x; i < t.packets * words; i += blockDim.x) {
+        const uint32_t m = map[t.map + i / words], e = i % words, v = MK_MAP_FIRST(m) - t.in_off + e; /* wraps */
+        ((float *)map)[t.at + i] = e < MK_MAP_VALUES(m) && v < t.k ? param[t.param_off + v] : 0;
+    }
+}
+/* In front of whatever is launched behind it in the stream `run`. */
+static cudaError_t gains_make(const mk_gpu *g)
+{
+    if (g->n_gain) gains_fill<<<g->n_gain, 256, 0, g->run>>>(g->gain_there, (uint32_t *)g->args.map, g->args.param);
+    return cudaGetLastError();
+}
+
+#endif
