@@ -22,16 +22,16 @@ static_assert(MK_PAGE == 64 && MK_WARPS == 8, "registers and lanes are dealt out
 
 /* One work item. */
 typedef struct mk_att {
-    const uint32_t *pages;      /* the row's page table */
-    uint64_t key_off;           /* of a page's first key: from page 0's place in the KV region */
-    uint32_t bytes;             /* from token to token */
-    uint32_t span;              /* bytes of a page that are read, from key_off on */
-    uint32_t nk, nv;            /* values of a key: a multiple of 8; of a latent: of 32 */
-    uint32_t fine;              /* first block of 32 values of a query with a second plane */
-    uint32_t heads, first, end; /* tokens [first, end) */
+    uint32_t nk, nv;        /* values of a key: a multiple of 8; of a latent: of 32 */
+    uint32_t fine;          /* first block of 32 values of a query with a second plane */
+    uint32_t bytes;         /* from token to token */
+    uint32_t n, heads;      /* tokens */
     float scale;
-    uint32_t rest_at;           /* FP8: bytes from a token's first code to its rotated key, less 2 nv */
-    float *dst;                 /* partial of the first head; the others follow */
+    uint32_t rest_at;       /* FP8: bytes from a token's first code to its rotated key, less 2 nv */
+    const uint8_t *base;    /* page 0's first key */
+    float *dst;             /* partial of the first head; the others follow */
+    uint32_t first;         /* token */
+    const uint32_t *pages;  /* the split's page table */
 } mk_att;
 
 /* Shared memory: queries and their second plane in the staging area, scores behind them, this at the end of the reduction area. */
@@ -41,7 +41,7 @@ typedef struct mk_att_shared {
     float max[MK_ATT_HEADS], sum[MK_ATT_HEADS];           /* so far */
     float shrink[MK_ATT_HEADS];                           /* what earlier pages' sums are multiplied with */
     uint32_t page[MK_ATT_PAGES];                          /* of the split */
-    mk_att item;
+    alignas(16) uint4 item[3];                            /* mk_att as far as its pointers */
 } mk_att_shared;
 #define MK_ATT_ROOM (MK_STAGING + MK_RED_FLOATS * 4 - (sizeof(mk_att_shared) + 15) / 16 * 16) /* before it */
 static_assert(offsetof(mk_shared, red) == offsetof(mk_shared, staging) + MK_STAGING, "one area");
@@ -64,6 +64,38 @@ typedef struct mk_att_queries {
 MK_DEV mk_att_shared *mk_att_sh(mk_shared *sh)
 {
     return (mk_att_shared *)((uint8_t *)sh + offsetof(mk_shared, staging) + MK_ATT_ROOM);
+}
+/* The item: what it says is read where it is needed, for what does not fit the registers would come from L2; 16 bytes at a time, for each load has an address of its own. */
+MK_DEV uint4 mk_att_word(mk_shared *sh, uint32_t i)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(mk_smem(&mk_att_sh(sh)->item[i])));
+    return v;
+}
+MK_DEV mk_att mk_att_numbers(mk_shared *sh)
+{
+    const uint4 a = mk_att_word(sh, 0), b = mk_att_word(sh, 1);
+    mk_att x = {a.x, a.y, a.z, a.w, b.x, b.y, __uint_as_float(b.z), b.w, 0, 0, 0, 0};
+    return x;
+}
+MK_DEV const uint8_t *mk_att_base(mk_shared *sh)
+{
+    const uint4 v = mk_att_word(sh, 2);
+    return (const uint8_t *)((uint64_t)v.y << 32 | v.x);
+}
+MK_DEV float *mk_att_dst(mk_shared *sh)
+{
+    const uint4 v = mk_att_word(sh, 2);
+    return (float *)((uint64_t)v.w << 32 | v.z);
+}
+/* By one thread. */
+MK_DEV void mk_att_keep(mk_shared *sh, const mk_att *x)
+{
+    const uint64_t base = (uint64_t)x->base, dst = (uint64_t)x->dst;
+    uint4 *to = mk_att_sh(sh)->item;
+    to[0] = make_uint4(x->nk, x->nv, x->fine, x->bytes);
+    to[1] = make_uint4(x->n, x->heads, __float_as_uint(x->scale), x->rest_at);
+    to[2] = make_uint4((uint32_t)base, (uint32_t)(base >> 32), (uint32_t)dst, (uint32_t)(dst >> 32));
 }
 /* A block of 32 values of 16 rows (heads) as two left operands of mma m16n8k16: 512 bytes each, a lane's four registers side by side. Lane (g, l) has values
  * 8 l .. 8 l + 7 of rows g and g + 8, four of them in each operand. Where value c of row h of a plane lies; an even c's neighbour follows it. */
@@ -194,9 +226,9 @@ MK_DEV void mk_asked_take(mk_asked *k, const mk_dev *d, const mk_wait *w, uint32
 }
 
 /* Where the keys of a page lie. */
-MK_DEV const uint8_t *mk_att_page(const mk_gpu_args *a, uint64_t key_off, uint32_t id)
+MK_DEV const uint8_t *mk_att_page(const mk_gpu_args *a, const uint8_t *base, uint32_t id)
 {
-    return a->kv + key_off + id * a->kv_page_bytes;
+    return base + id * a->kv_page_bytes;
 }
 /* What is read of a page, on its way to L2. */
 MK_DEV void mk_att_prefetch(const uint8_t *page, uint32_t span)
@@ -280,10 +312,7 @@ MK_DEV uint4 *mk_att_rest_at(mk_shared *sh)
 }
 MK_DEV void mk_att_fetch(uint4 *to, const uint8_t *from, bool has)
 {
-    if (has)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(mk_smem(to)), "l"(from) : "memory");
-    else
-        *to = make_uint4(0, 0, 0, 0);
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.u32 p, %2, 0;\n\tcp.async.cg.shared.global [%0], [%1], 16, p;\n\t}" ::"r"(mk_smem(to)), "l"(from), "r"((uint32_t)has) : "memory"); /* else zeros */
 }
 
 /* 16 bytes from L2; if there are none, *x stays. */
@@ -293,99 +322,125 @@ MK_DEV void mk_att_load_16(uint4 *x, const uint8_t *at, bool has)
                  : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w)
                  : "l"(at), "r"((uint32_t)has));
 }
-/* Those of token t of the page, from byte `at` of its values on. Beyond the last token: the last one's, p is zero there. */
-MK_DEV void mk_att_16(uint4 *x, const uint8_t *at, uint32_t t, uint32_t tokens, uint32_t bytes, bool has)
+/* FP8: 8 codes; their scale. */
+MK_DEV void mk_att_load_8(uint4 *x, const uint8_t *at, bool has)
 {
-    mk_att_load_16(x, at + min(t, tokens - 1) * bytes, has);
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p ld.global.cg.v2.u32 {%0, %1}, [%2];\n\t}" : "+r"(x->x), "+r"(x->y) : "l"(at), "r"((uint32_t)has));
 }
-/* FP8: 8 codes in x and y, and in z the scale, `scale` bytes on; block 1 of the warp has block 0's. */
-MK_DEV void mk_att_8(uint4 *x, const uint8_t *at, uint32_t t, uint32_t tokens, uint32_t bytes, bool has, uint32_t scale, uint32_t i)
+MK_DEV void mk_att_load_4(uint32_t *x, const uint8_t *at, bool has)
 {
-    const uint8_t *from = at + min(t, tokens - 1) * bytes;
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p ld.global.cg.v2.u32 {%0, %1}, [%2];\n\t}" : "+r"(x->x), "+r"(x->y) : "l"(from), "r"((uint32_t)has));
-    if (!i) asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p ld.global.cg.u32 %0, [%1];\n\t}" : "+r"(x->z) : "l"(from + scale), "r"((uint32_t)has));
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p ld.global.cg.u32 %0, [%1];\n\t}" : "+r"(*x) : "l"(at), "r"((uint32_t)has));
 }
 /* From the lane's codes of a block to their scale: 64 channels of a warp have one. */
-MK_DEV uint32_t mk_att_scale(const volatile mk_att *x, const mk_att_share *w, uint32_t l)
+MK_DEV uint32_t mk_att_scale(const mk_att *x, const mk_att_share *w, uint32_t l)
 {
     return x->nv + w->block * 32 / MK_LATENT_GROUP * 4 - w->block * 32 - 8 * l;
 }
-/* Two codes, in the upper bytes of the halves of t, as bf16 times `by`, two of the same. Their four bits of exponent are bf16's, but for 120 of bias, which is in `by`; its subnormals are bf16's. */
+/* Bytes of x, each copied, or (8 | byte) its sign to all of a byte. */
+MK_DEV uint32_t mk_att_bytes(uint32_t x, uint32_t which)
+{
+    uint32_t y;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(which));
+    return y;
+}
+/* Two codes, which the halves of t are with their signs before them, as bf16 times `by`, two of the same. Their four bits of exponent are bf16's, but for 120 of bias, which is in `by`; its
+ * subnormals are bf16's. */
 MK_DEV uint32_t mk_att_widen(uint32_t t, uint32_t by)
 {
     uint32_t y;
-    asm("mul.bf16x2 %0, %1, %2;" : "=r"(y) : "r"((t >> 4 & 0x07f007f0u) | (t & 0x80008000u)), "r"(by));
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(t << 4 & 0x87f087f0u), "r"(by));
     return y;
 }
-/* Codes to the values that they stand for. scale: f32 bits of a power of two up to 2^7, or of a NaN. */
-MK_DEV void mk_att_open(uint4 *x, uint32_t scale)
+/* Codes to the values that they stand for. scale: f32 bits of a power of two up to 2^7, or of a NaN: 0x7fc0 is the least of what is no power. */
+MK_DEV uint32_t mk_att_by(uint32_t scale)
 {
-    const uint32_t one = scale >= 0x7f800000u ? 0x7fc0u : (scale >> 16) + (120u << 7), by = one | one << 16, a = x->x, b = x->y;
-    x->x = mk_att_widen(__byte_perm(a, 0, 0x1404), by);
-    x->y = mk_att_widen(__byte_perm(a, 0, 0x3424), by);
-    x->z = mk_att_widen(__byte_perm(b, 0, 0x1404), by);
-    x->w = mk_att_widen(__byte_perm(b, 0, 0x3424), by);
+    return __viaddmin_u16x2(mk_att_bytes(scale, 0x3232), 120u << 7 | 120u << 23, 0x7fc07fc0u);
 }
-/* The lane's bytes of a token: of block i of the warp. The address is made here and kept. */
-template <bool FP8> MK_DEV const uint8_t *mk_att_block(const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t i, uint32_t l, bool *has)
+MK_DEV void mk_att_open(uint4 *x, uint32_t by)
 {
-    const uint32_t c = (w->block + i) * 32 + 8 * l;
-    const uint32_t nv = x->nv;
-    *has = c < nv && !(i && nv <= 32 * MK_WARPS); /* a single block */
-    page += FP8 ? c : c * 2;
+    const uint32_t a = x->x, b = x->y;
+    x->x = mk_att_widen(mk_att_bytes(a, 0x9180), by);
+    x->y = mk_att_widen(mk_att_bytes(a, 0xb3a2), by);
+    x->z = mk_att_widen(mk_att_bytes(b, 0x9180), by);
+    x->w = mk_att_widen(mk_att_bytes(b, 0xb3a2), by);
+}
+/* The lane's bytes of a page's first token, of the warp's first block; the second one's follow it. The address is made here and kept. */
+template <bool FP8> MK_DEV const uint8_t *mk_att_block(const uint8_t *page, const mk_att_share *w, uint32_t l)
+{
+    page += (FP8 ? 1 : 2) * (w->block * 32 + 8 * l);
     asm volatile("" : "+l"(page));
     return page;
 }
-template <bool FP8> MK_DEV const uint8_t *mk_att_rest(const uint8_t *page, const volatile mk_att *x, uint32_t block, uint32_t l, bool *has)
+/* Whether the warp has block i. */
+MK_DEV uint32_t mk_att_has(const mk_att *x, const mk_att_share *w, uint32_t i)
+{
+    return (w->block + i) * 32 < x->nv && !(i && x->nv <= 32 * MK_WARPS); /* a single block */
+}
+template <bool FP8> MK_DEV const uint8_t *mk_att_rest(const uint8_t *page, const mk_att *x, uint32_t block, uint32_t l, bool *has)
 {
     const uint32_t c = block * 32 + 8 * l;
     *has = c < x->nk;
     return FP8 ? page + (c * 2 + x->rest_at) : page + c * 2; /* the sum wraps: rest_at may stand for less than nothing */
 }
-template <bool FP8> MK_DEV void mk_att_load(mk_att_regs *m, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens, uint32_t lane)
+/* Token t of a page. Beyond the last token: the last one's, p is zero there. */
+MK_DEV const uint8_t *mk_att_token(const uint8_t *at, uint32_t t, uint32_t tokens, uint32_t bytes)
 {
-    const uint32_t g = lane >> 2, l = lane & 3;
-    bool has;
-#pragma unroll
-    for (uint32_t i = 0; i < 2; i++) {
-        const uint8_t *at = mk_att_block<FP8>(page, x, w, i, l, &has);
-#pragma unroll
-        for (uint32_t j = 0; j < 8; j++) {
-            m->r[i][j] = make_uint4(0, 0, 0, 0);
-            if (FP8)
-                mk_att_8(&m->r[i][j], at, j * 8 + g, tokens, x->bytes, has, mk_att_scale(x, w, l), i);
-            else
-                mk_att_16(&m->r[i][j], at, j * 8 + g, tokens, x->bytes, has);
-        }
+    return at + (uint64_t)min(t, tokens - 1) * bytes; /* one instruction */
+}
+/* Tile j of the blocks that the warp has; of others the registers stay. FP8: 8 codes in x and y, and in z of the first block the scale of both, `scale` bytes on. */
+template <bool FP8> MK_DEV void mk_att_tile(mk_att_regs *m, uint32_t j, const uint8_t *at, uint32_t g, uint32_t tokens, uint32_t bytes, uint32_t scale, uint32_t has0, uint32_t has1)
+{
+    at = mk_att_token(at, j * 8 + g, tokens, bytes);
+    if (FP8) {
+        mk_att_load_8(&m->r[0][j], at, has0);
+        mk_att_load_4(&m->r[0][j].z, at + scale, has0);
+        mk_att_load_8(&m->r[1][j], at + 32, has1);
+    } else {
+        mk_att_load_16(&m->r[0][j], at, has0);
+        mk_att_load_16(&m->r[1][j], at + 64, has1);
     }
 }
+template <bool FP8> MK_DEV void mk_att_load(mk_att_regs *m, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens, uint32_t lane)
+{
+    const uint32_t g = lane >> 2, l = lane & 3, scale = FP8 ? mk_att_scale(x, w, l) : 0, has0 = mk_att_has(x, w, 0), has1 = mk_att_has(x, w, 1);
+    const uint8_t *at = mk_att_block<FP8>(page, w, l);
+#pragma unroll
+    for (uint32_t j = 0; j < 8; j++) m->r[0][j] = m->r[1][j] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (uint32_t j = 0; j < 8; j++) mk_att_tile<FP8>(m, j, at, g, tokens, x->bytes, scale, has0, has1);
+}
 /* The rest, block `block`: into registers, or the first one ahead of time into shared memory. */
-template <bool FP8> MK_DEV void mk_att_load_rest(uint4 *to, const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t block, uint32_t tokens)
+template <bool FP8> MK_DEV void mk_att_load_rest(uint4 *to, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t block, uint32_t tokens)
 {
     bool has;
     const uint8_t *at = mk_att_rest<FP8>(page, x, block, w->lane & 3, &has);
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++) {
         to[j] = make_uint4(0, 0, 0, 0);
-        mk_att_16(&to[j], at, (2 * w->pair + j) * 8 + (w->lane >> 2), tokens, x->bytes, has);
+        mk_att_load_16(&to[j], mk_att_token(at, (2 * w->pair + j) * 8 + (w->lane >> 2), tokens, x->bytes), has);
     }
 }
-template <bool FP8> MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const volatile mk_att *x, const mk_att_share *w, uint32_t tokens)
+template <bool FP8> MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens)
 {
     bool has;
     const uint8_t *at = mk_att_rest<FP8>(page, x, x->nv / 32 + w->rest, w->lane & 3, &has);
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++)
-        mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, at + min((2 * w->pair + j) * 8 + (w->lane >> 2), tokens - 1) * x->bytes, has);
+        mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, mk_att_token(at, (2 * w->pair + j) * 8 + (w->lane >> 2), tokens, x->bytes), has);
 }
 
-/* The item and its queries stand in shared memory, its first page in registers. NH: heads by eight. What the item says is read where it is needed: what does not fit the
- * registers would come from L2. */
+MK_DEV float2 mk_lds64(uint32_t at)
+{
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+    return v;
+}
+
+/* The item and its queries stand in shared memory, its first page in registers. NH: heads by eight. */
 template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
 {
     constexpr uint32_t H = 8 * NH, NB = 2; /* blocks of values */
     mk_att_shared *s = mk_att_sh(sh);
-    const volatile mk_att *x = &s->item;
     float acc[NB][2][NH][4];
 #pragma unroll
     for (uint32_t n = 0; n < NH; n++)
@@ -397,33 +452,35 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
 #pragma unroll 1
     for (uint32_t number = 0;; number++) {
         { /* scores */
-            const uint32_t nk = x->nk, fine = x->fine, blocks = (nk + 31) / 32, left = x->end - x->first - number * MK_PAGE, bytes = x->bytes;
-            const mk_att_share w = mk_att_deal(x->nv);
-            const uint32_t tokens = min(left, (uint32_t)MK_PAGE), next_tokens = min(left - tokens, (uint32_t)MK_PAGE), g = w.lane >> 2, l = w.lane & 3;
+            const mk_att x = mk_att_numbers(sh);
+            const uint32_t nk = x.nk, fine = x.fine, blocks = (nk + 31) / 32, left = x.n - number * MK_PAGE;
+            const mk_att_share w = mk_att_deal(x.nv);
+            const uint32_t tokens = min(left, (uint32_t)MK_PAGE), g = w.lane >> 2, l = w.lane & 3;
             const uint8_t *q = sh->staging + w.lane * 16, *qf = q + mk_att_plane_bytes(blocks) - mk_att_plane_bytes(fine); /* the second plane, had block 0 one */
-            if (left > 2 * MK_PAGE) mk_att_prefetch(mk_att_page(&sh->args, x->key_off, s->page[number + 2]), x->span);
-            const uint32_t b0 = x->nv / 32 + w.rest;
+            if (left > 2 * MK_PAGE) mk_att_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]), x.bytes * MK_PAGE);
+            const uint32_t b0 = x.nv / 32 + w.rest;
             uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-            if (NH > 1) mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, x->key_off, s->page[number]), x, &w, b0, tokens); /* no room in shared memory */
+            if (NH > 1) mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b0, tokens); /* no room in shared memory */
             const mk_att_left u0 = mk_att_query(q, w.block < blocks ? w.block : 0);
             const mk_att_left u1 = mk_att_query(q, w.block + 1 < blocks ? w.block + 1 : 0);
             if (FP8)
 #pragma unroll
                 for (uint32_t j = 0; j < 8; j++) {
-                    const uint32_t scale = m->r[0][j].z;
-                    mk_att_open(&m->r[0][j], scale);
-                    mk_att_open(&m->r[1][j], scale);
+                    const uint32_t by = mk_att_by(m->r[0][j].z);
+                    mk_att_open(&m->r[0][j], by);
+                    mk_att_open(&m->r[1][j], by);
                 }
-            /* tokens of a head in another order, so that banks differ: tile ^ (head mod 8) */
-            float *to = (float *)(sh->staging + mk_att_query_bytes(nk, fine)) + (w.warp * H + g) * MK_PAGE + 2 * l;
+            /* tokens of a head in another order, so that banks differ: tile ^ (head mod 8). A head's scores begin at a multiple of their size: tile k's place is tile 0's ^ 32 k */
+            static_assert((MK_DYNAMIC_AT + offsetof(mk_shared, staging)) % (4 * MK_PAGE) == 0 && MK_PAGE == 64, "256 bytes");
+            const uint32_t to = mk_smem(sh->staging) + mk_att_query_bytes(nk, fine) + (w.warp * H + g) * MK_PAGE * 4 + 32 * g + 8 * l;
 #pragma unroll
             for (uint32_t k = 0; k < 8; k++) {
                 float c[4] = {0, 0, 0, 0};
                 mk_att_dot(c, &u0, m->r[0][k]);
                 mk_att_dot(c, &u1, m->r[1][k]);
-                float *t = to + (k ^ g) * 8;
-                *(float2 *)t = make_float2(c[0], c[1]);
-                if (NH > 1) *(float2 *)(t + 8 * MK_PAGE) = make_float2(c[2], c[3]);
+                const uint32_t t = to ^ 32 * k;
+                mk_sts64(t, __float_as_uint(c[0]), __float_as_uint(c[1]));
+                if (NH > 1) mk_sts64(t + 8 * MK_PAGE * 4, __float_as_uint(c[2]), __float_as_uint(c[3]));
             }
             { /* the rest, on top of what the lane wrote */
                 float e[2][4];
@@ -432,7 +489,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
 #pragma unroll 1
                 for (uint32_t b = b0; b < blocks; b += 2) {
                     if (b != b0) { /* more than 64 rotary channels */
-                        mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, x->key_off, s->page[number]), x, &w, b, tokens);
+                        mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b, tokens);
                     } else if (NH == 1) {
                         asm volatile("cp.async.wait_all;" ::: "memory");
                         rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
@@ -446,12 +503,13 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                 }
 #pragma unroll
                 for (uint32_t j = 0; j < 2; j++) {
-                    float2 *t = (float2 *)(to + ((2 * w.pair + j) ^ g) * 8), y = *t;
-                    *t = NH == 1 ? make_float2(__fadd_rn(y.x, __fadd_rn(e[j][0], e[j][2])), __fadd_rn(y.y, __fadd_rn(e[j][1], e[j][3])))
-                                 : make_float2(__fadd_rn(y.x, e[j][0]), __fadd_rn(y.y, e[j][1]));
+                    const uint32_t t = to ^ 32 * (2 * w.pair + j), t8 = t + 8 * MK_PAGE * 4;
+                    float2 y = mk_lds64(t);
+                    if (NH == 1) e[j][0] = __fadd_rn(e[j][0], e[j][2]), e[j][1] = __fadd_rn(e[j][1], e[j][3]);
+                    mk_sts64(t, __float_as_uint(__fadd_rn(y.x, e[j][0])), __float_as_uint(__fadd_rn(y.y, e[j][1])));
                     if (NH == 1) continue;
-                    t += 4 * MK_PAGE, y = *t;
-                    *t = make_float2(__fadd_rn(y.x, e[j][2]), __fadd_rn(y.y, e[j][3]));
+                    y = mk_lds64(t8);
+                    mk_sts64(t8, __float_as_uint(__fadd_rn(y.x, e[j][2])), __float_as_uint(__fadd_rn(y.y, e[j][3])));
                 }
             }
         }
@@ -459,14 +517,15 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
 
         float sum[NH]; /* of the lane */
         { /* softmax: a lane has tokens 2 lane and 2 lane + 1 */
-            const mk_att_share w = mk_att_deal(x->nv);
-            const uint32_t tokens = x->end - x->first - number * MK_PAGE, t = 2 * w.lane;
-            const float *score = (const float *)(sh->staging + mk_att_query_bytes(x->nk, x->fine)), scale = x->scale;
+            const mk_att x = mk_att_numbers(sh);
+            const mk_att_share w = mk_att_deal(0);
+            const uint32_t tokens = x.n - number * MK_PAGE, t = 2 * w.lane;
+            const float *score = (const float *)(sh->staging + mk_att_query_bytes(x.nk, x.fine));
 #pragma unroll
             for (uint32_t n = 0; n < NH; n++) {
                 const uint32_t h = n * 8 + w.warp;
                 sum[n] = 0;
-                if (h >= x->heads) continue;
+                if (h >= x.heads) continue;
                 const float before = s->max[h];
                 const float *from = score + h * MK_PAGE + (t ^ (h & 7) * 8);
                 float2 c[MK_WARPS];
@@ -478,7 +537,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                 for (uint32_t k = MK_WARPS / 2; k; k >>= 1)
 #pragma unroll
                     for (uint32_t j = 0; j < k; j++) c[j].x = __fadd_rn(c[j].x, c[j + k].x), c[j].y = __fadd_rn(c[j].y, c[j + k].y);
-                const float a = t < tokens ? __fmul_rn(c[0].x, scale) : -INFINITY, b = t + 1 < tokens ? __fmul_rn(c[0].y, scale) : -INFINITY;
+                const float a = t < tokens ? __fmul_rn(c[0].x, x.scale) : -INFINITY, b = t + 1 < tokens ? __fmul_rn(c[0].y, x.scale) : -INFINITY;
                 float top = fmaxf(a, b);
 #pragma unroll
                 for (int k = 16; k; k >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, k));
@@ -492,17 +551,16 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
         }
         mk_sync();
 
-        const uint32_t left = x->end - x->first - number * MK_PAGE, next_tokens = min(left - min(left, (uint32_t)MK_PAGE), (uint32_t)MK_PAGE);
+        const mk_att x = mk_att_numbers(sh);
+        const uint32_t left = x.n - number * MK_PAGE, next_tokens = min(left - min(left, (uint32_t)MK_PAGE), (uint32_t)MK_PAGE);
         { /* sums */
-            const mk_att_share w = mk_att_deal(x->nv);
-            const uint32_t g = w.lane >> 2, l = w.lane & 3, bytes = x->bytes, scale = FP8 ? mk_att_scale(x, &w, l) : 0;
+            const mk_att_share w = mk_att_deal(x.nv);
+            const uint32_t g = w.lane >> 2, l = w.lane & 3, scale = FP8 ? mk_att_scale(&x, &w, l) : 0, has0 = mk_att_has(&x, &w, 0), has1 = mk_att_has(&x, &w, 1);
             const uint32_t *p = &s->p[g][l];
-            const uint8_t *next = 0, *at[2] = {0, 0};
-            bool has[2] = {false, false};
+            const uint8_t *next = 0, *at = 0;
             if (next_tokens) {
-                next = mk_att_page(&sh->args, x->key_off, s->page[number + 1]);
-#pragma unroll
-                for (uint32_t i = 0; i < 2; i++) at[i] = mk_att_block<FP8>(next, x, &w, i, l, &has[i]);
+                next = mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 1]);
+                at = mk_att_block<FP8>(next, &w, l);
             }
             if (number)
 #pragma unroll
@@ -537,41 +595,33 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                 }
                 if (next_tokens)
 #pragma unroll
-                    for (uint32_t i = 0; i < 2; i++)
-#pragma unroll
-                        for (uint32_t j = 2 * k; j < 2 * k + 2; j++)
-                            if (FP8)
-                                mk_att_8(&m->r[i][j], at[i], j * 8 + g, next_tokens, bytes, has[i], scale, i);
-                            else
-                                mk_att_16(&m->r[i][j], at[i], j * 8 + g, next_tokens, bytes, has[i]);
+                    for (uint32_t j = 2 * k; j < 2 * k + 2; j++) mk_att_tile<FP8>(m, j, at, g, next_tokens, x.bytes, scale, has0, has1);
             }
-            if (NH == 1 && next_tokens) mk_att_fetch_rest<FP8>(sh, next, x, &w, next_tokens);
+            if (NH == 1 && next_tokens) mk_att_fetch_rest<FP8>(sh, next, &x, &w, next_tokens);
         }
         if (!next_tokens) break;
     }
 
-    const uint32_t nv = x->nv, heads = x->heads;
-    const mk_att_share w = mk_att_deal(nv);
-    const uint32_t group = w.lane >> 2, l = w.lane & 3;
-    float *dst = x->dst;
-    const uint32_t floats = nv + 4;
-    if (w.lane < NH && w.lane * 8 + w.warp < heads) { /* the warp's own */
+    const mk_att x = mk_att_numbers(sh);
+    const mk_att_share w = mk_att_deal(x.nv);
+    const uint32_t group = w.lane >> 2, l = w.lane & 3, floats = x.nv + 4, c = w.block * 32 + 4 * group;
+    float *dst = mk_att_dst(sh);
+    if (w.lane < NH && w.lane * 8 + w.warp < x.heads) { /* the warp's own */
         const uint32_t h = w.lane * 8 + w.warp;
-        __stcg((float2 *)(dst + h * floats + nv), make_float2(s->max[h], s->sum[h]));
+        __stcg((float2 *)(dst + (h * floats + x.nv)), make_float2(s->max[h], s->sum[h]));
     }
+    dst += 2 * l * floats + c;
 #pragma unroll
-    for (uint32_t i = 0; i < NB; i++) {
-        const uint32_t c = (w.block + i) * 32 + 4 * group;
-        const bool mine = c < nv && (!i || nv > 32 * MK_WARPS);
+    for (uint32_t n = 0; n < NH; n++)
 #pragma unroll
-        for (uint32_t n = 0; n < NH; n++)
+        for (uint32_t j = 0; j < 2; j++) {
+            float *const to = dst + (n * 8 + j) * floats;
 #pragma unroll
-            for (uint32_t j = 0; j < 2; j++) {
+            for (uint32_t i = 0; i < NB; i++) {
                 const float4 y = mk_att_four(acc[i][0][n], acc[i][1][n], j, group);
-                const uint32_t h = n * 8 + 2 * l + j;
-                if (mine && h < heads) __stcg((float4 *)(dst + h * floats + c), y);
+                if (n * 8 + 2 * l + j < x.heads && c + 32 * i < x.nv && (!i || x.nv > 32 * MK_WARPS)) __stcg((float4 *)(to + 32 * i), y);
             }
-    }
+        }
 }
 
 /* A BULK vector, wait k: every warp waits for itself, without a barrier and without a call. Then loads that bypass L1 may read the vector. */
@@ -593,37 +643,37 @@ MK_DEV void mk_counter_wait(const mk_dev *d, uint32_t k)
 template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin(const mk_dev *d, const mk_att *x, const mk_att_share *w, const mk_wait *cache, mk_att_regs *m)
 {
     mk_att_shared *s = mk_att_sh(d->sh);
-    const uint32_t *page = x->pages + x->first / MK_PAGE, n = (x->end - x->first + MK_PAGE - 1) / MK_PAGE;
+    const uint32_t *page = x->pages, n = (x->n + MK_PAGE - 1) / MK_PAGE;
     const uint32_t id0 = __ldcg(page), id1 = __ldcg(page + (n > 1)), id = __ldcg(page + (d->tid < n ? d->tid : 0));
     if (cache) mk_counter_wait(d, (uint32_t)(cache - d->in->wait));
-    mk_att_load<FP8>(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
+    mk_att_load<FP8>(m, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE), d->lane);
     mk_sync();
-    if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
+    if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE));
     if (d->tid < n) s->page[d->tid] = id;
     if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
-    if (d->tid == 0) s->item = *x;
-    if (n > 1) mk_att_prefetch(mk_att_page(d->a, x->key_off, id1), x->span);
-    mk_trace_bytes(d, (x->end - x->first) * (x->span / MK_PAGE));
+    if (d->tid == 0) mk_att_keep(d->sh, x);
+    if (n > 1) mk_att_prefetch(mk_att_page(d->a, x->base, id1), x->bytes * MK_PAGE);
+    mk_trace_bytes(d, x->n * x->bytes);
 }
 
 /* The same in a step of one row: the cache is not waited for (mla_partial.cuh); loads bypass L1. id0: of the first page. */
 template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, const mk_att *x, const mk_att_share *w, uint32_t id0, mk_att_regs *m)
 {
     mk_att_shared *s = mk_att_sh(d->sh);
-    const uint32_t *page = x->pages + x->first / MK_PAGE, n = (x->end - x->first + MK_PAGE - 1) / MK_PAGE;
-    mk_att_load<FP8>(m, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE), d->lane);
+    const uint32_t *page = x->pages, n = (x->n + MK_PAGE - 1) / MK_PAGE;
+    mk_att_load<FP8>(m, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE), d->lane);
     uint32_t id = id0, id1 = id0;
     if (n > 1) {
         id1 = __ldcg(page + 1);
         if (d->tid < n) id = __ldcg(page + d->tid);
     }
     mk_sync();
-    if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->key_off, id0), x, w, min(x->end - x->first, (uint32_t)MK_PAGE));
+    if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE));
     if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
-    if (d->tid == 0) s->item = *x;
+    if (d->tid == 0) mk_att_keep(d->sh, x);
     if (d->tid < n) s->page[d->tid] = id;
-    if (n > 1) mk_att_prefetch(mk_att_page(d->a, x->key_off, id1), x->span);
-    mk_trace_bytes(d, (x->end - x->first) * (x->span / MK_PAGE));
+    if (n > 1) mk_att_prefetch(mk_att_page(d->a, x->base, id1), x->bytes * MK_PAGE);
+    mk_trace_bytes(d, x->n * x->bytes);
 }
 
 /* First of this worker's items of a row: it takes those with (i + row) mod parts == part. */

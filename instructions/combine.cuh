@@ -32,10 +32,11 @@ MK_DEV void mk_load_if(float2 *x, const float *from, bool has)
 /* Maxima and sums of a lane's splits, of all heads' partials `stride` floats apart. */
 MK_DEV void mk_combine_look(float2 *look, const float *from, uint32_t stride, uint32_t splits, uint32_t lane)
 {
+    from += lane * stride;
 #pragma unroll
-    for (uint32_t k = 0; k < MK_COMBINE_LOOKS; k++) {
+    for (uint32_t k = 0; k < MK_COMBINE_LOOKS; k++, from += 32 * stride) {
         look[k] = make_float2(-INFINITY, 0);
-        mk_load_if(&look[k], from + (32 * k + lane) * stride, 32 * k + lane < splits);
+        mk_load_if(&look[k], from, 32 * k + lane < splits);
     }
 }
 /* What they weigh, 0 beyond the splits; returns the lane's part of their sum. */
@@ -152,7 +153,7 @@ MK_CALL void mk_combine_one(const mk_insn *in)
         float2 look[MK_COMBINE_LOOKS];
         float w[MK_COMBINE_LOOKS];
         float4 v[MINE], y = make_float4(0, 0, 0, 0);
-        const float *p = part + d->warp * stride + m->first + i;
+        const float *p = part + (d->warp * stride + m->first + i);
         mk_combine_look(look, part + latent, stride, splits, lane);
 #pragma unroll
         for (uint32_t k = 0; k < MINE; k++) v[k] = make_float4(0, 0, 0, 0);
@@ -165,7 +166,7 @@ MK_CALL void mk_combine_one(const mk_insn *in)
 #pragma unroll
         for (uint32_t k = 0; k < MINE; k++) {
             if (k == FEW && splits <= FEW * MK_WARPS) break;
-            mk_combine_add(&y, __shfl_sync(0xffffffffu, w[k / 4], (d->warp + k * MK_WARPS) & 31), v[k]);
+            mk_combine_add(&y, __shfl_sync(0xffffffffu, w[k / 4], d->warp + k * MK_WARPS), v[k]); /* of lane ... mod 32 */
         }
         if (i < n) *(float4 *)(merged + d->warp * n + i) = y;
     }

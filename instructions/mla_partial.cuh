@@ -90,17 +90,16 @@ template <bool FP8> MK_DEV mk_att mk_mla_item(const mk_dev *d, const mk_mla *m, 
 {
     const uint32_t n = m->latent + m->rope, cache = FP8 ? MK_CACHE_FP8 : MK_CACHE_ACT, bytes = mk_latent_row_bytes(m->latent, m->rope, cache, 2);
     mk_att x;
-    x.pages = d->a->page + (size_t)row->slot * d->a->max_pages;
-    x.key_off = m->kv_off;
+    x.pages = d->a->page + (size_t)row->slot * d->a->max_pages + split * per;
+    x.base = d->a->kv + m->kv_off;
     x.bytes = bytes;
-    x.span = bytes * MK_PAGE;
     x.rest_at = mk_latent_key_at(m->latent, cache, 2) - 2 * m->latent;
     x.nk = n;
     x.nv = m->latent;
     x.fine = m->latent / 32;
     x.heads = heads;
     x.first = split * per * MK_PAGE;
-    x.end = row->pos < x.first + per * MK_PAGE ? row->pos + 1 : x.first + per * MK_PAGE;
+    x.n = min(row->pos + 1 - x.first, per * MK_PAGE);
     x.scale = m->scale;
     return x;
 }
@@ -326,8 +325,8 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
 }
 
 /* A step of one row: only who has the item that ends with it waits for the cache; what is in it of earlier steps was written before the signal of the partials of its own
- * step, which this step's descriptor is a consequence of. Bits as above. */
-template <uint32_t NH, bool FP8> MK_CALL void mk_mla_one(const mk_insn *in)
+ * step, which this step's descriptor is a consequence of. Bits as above. Returns the vector to be signalled: the caller has no register to keep it in. */
+template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
@@ -345,8 +344,8 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_one(const mk_insn *in)
         mk_asked asked = {};
         if (!aside)
             mk_asked_for(&asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (item.h0 + d->warp) * m->qk_stride, d->warp < item.heads ? m->rope : 0);
-        if (x.end == pos + 1) mk_counter_wait(d, 2);
-        mk_att_begin_one<NH, FP8>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages + x.first / MK_PAGE), &regs);
+        if (x.first + x.n == pos + 1) mk_counter_wait(d, 2);
+        mk_att_begin_one<NH, FP8>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages), &regs);
         if (aside)
             mk_aside_await(d->sh, f);
         else
@@ -355,17 +354,19 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_one(const mk_insn *in)
         if (!number) mk_trace_input(d);
         mk_attend<NH, FP8>(d->sh, &regs);
     }
+    return in->signal_vec;
 }
 MK_CALL void mk_mla_one_run(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     mk_staged_drop(d);
     const bool eight = mk_mla_eights(&in->mla, &d->step->row[0]) == 1;
+    uint32_t vec;
     if (in->mla.cache == MK_CACHE_FP8)
-        eight ? mk_mla_one<1, true>(in) : mk_mla_one<2, true>(in);
+        vec = eight ? mk_mla_one<1, true>(in) : mk_mla_one<2, true>(in);
     else
-        eight ? mk_mla_one<1, false>(in) : mk_mla_one<2, false>(in);
-    mk_bulk_signal(d, in->signal_vec);
+        vec = eight ? mk_mla_one<1, false>(in) : mk_mla_one<2, false>(in);
+    mk_bulk_signal(d, vec);
 }
 
 MK_DEV void mk_mla_partial_run(const mk_insn *in)

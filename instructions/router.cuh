@@ -64,7 +64,7 @@ template <uint32_t ROWS> MK_CALL void mk_router_of(const mk_insn *in)
         for (uint32_t e = item; e < all; e += 32 * MK_GROUP_WARPS) {
             uint32_t at = mk_after(slot.stage) + (e / 8 * n) * MK_QUARTER_BYTES + e % 8 * 2, y = mk_after(x);
             float sum[ROWS] = {};
-#pragma unroll 6
+#pragma unroll 4
             for (uint32_t i = 0; i < n; i++, at += MK_QUARTER_BYTES, y += 4 * ROWS) {
                 const float w = mk_lds_bf16(at);
 #pragma unroll
