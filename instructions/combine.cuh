@@ -66,11 +66,11 @@ MK_DEV void mk_combine_gate(const mk_dev *d, const uint4 *row, uint32_t r, uint3
     mk_asked_for(&look, d, &d->in->wait[1], row, epoch, first, m->n);
     mk_asked_take(&look, d, &d->in->wait[1], 1, r, row, epoch, first, m->n, gate);
 }
-/* By a warp: a lane's two values, three lanes' a packet; gate: of the first, or NULL. */
-MK_DEV void mk_combine_publish(uint4 *to, float2 y, bool has, float sum, const float *gate, uint32_t epoch, uint32_t lane)
+/* By a warp: a lane's two values, three lanes' a packet; gate: of the first, if they are gated. */
+MK_DEV void mk_combine_publish(uint4 *to, float2 y, bool has, float sum, bool gated, const float *gate, uint32_t epoch, uint32_t lane)
 {
     y.x = __fmul_rn(y.x, sum), y.y = __fmul_rn(y.y, sum);
-    if (gate) {
+    if (gated) {
         const float2 g = *(const float2 *)gate;
         y.x = __fmul_rn(y.x, mk_sigmoid(g.x)), y.y = __fmul_rn(y.y, mk_sigmoid(g.y));
     }
@@ -126,7 +126,7 @@ MK_CALL void mk_combine_rows(const mk_insn *in)
         for (uint32_t u = 0; u * 2 * MK_UNIT < n; u++) {
             const uint32_t i = (u * MK_UNIT + lane) * 2;
             const bool has = lane < MK_UNIT && i < n;
-            mk_combine_publish(to + u * (MK_UNIT / 3), *(const float2 *)(merged + (has ? i : 0)), has, sum, m->gate ? gate + (has ? i : 0) : NULL, f->place.out_epoch, lane);
+            mk_combine_publish(to + u * (MK_UNIT / 3), *(const float2 *)(merged + (has ? i : 0)), has, sum, m->gate, gate + (has ? i : 0), f->place.out_epoch, lane);
         }
     }
     mk_sync();
@@ -184,7 +184,7 @@ MK_CALL void mk_combine_one(const mk_insn *in)
             const float2 z = *(const float2 *)p;
             y.x = __fadd_rn(y.x, z.x), y.y = __fadd_rn(y.y, z.y);
         }
-        mk_combine_publish(to + u * (MK_UNIT / 3), y, has, sum, m->gate ? gate + (has ? i : 0) : NULL, f->place.out_epoch, lane);
+        mk_combine_publish(to + u * (MK_UNIT / 3), y, has, sum, m->gate, gate + (has ? i : 0), f->place.out_epoch, lane);
     }
     mk_sync();
 }

@@ -387,8 +387,9 @@ MK_DEV void mk_gqa_publish(const mk_dev *d, const mk_gqa_out *o, uint32_t slices
 
 /* The items of this worker. ONE: a step of one row (mk_newest): the newest key and value come from the packets, and who has the item that needs them writes them to the
  * cache; nothing waits for GQA_APPEND, which has nothing left to do. Where that row has one split, the items publish what COMBINE would, with the same bits. Of several rows those
- * that see the same splits share an item (mk_gqa_together): its keys and values are read once, and what a later row sees counts nothing for an earlier one. */
-template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
+ * that see the same splits share an item (mk_gqa_together): its keys and values are read once, and what a later row sees counts nothing for an earlier one. Returns the vector to be
+ * signalled: the caller has no register to keep it in. */
+template <uint32_t NB, bool ONE> MK_CALL uint32_t mk_gqa_items(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
@@ -504,19 +505,21 @@ template <uint32_t NB, bool ONE> MK_CALL void mk_gqa_items(const mk_insn *in)
         }
         if (!ONE) base = (base + items) % g->parts;
     }
+    return in->signal_vec;
 }
 
 template <bool ONE> MK_CALL void mk_gqa_run(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     mk_staged_drop(d);
+    uint32_t vec;
     if (in->gqa.dim <= 64)
-        mk_gqa_items<2, ONE>(in);
+        vec = mk_gqa_items<2, ONE>(in);
     else if (in->gqa.dim <= 128)
-        mk_gqa_items<4, ONE>(in);
+        vec = mk_gqa_items<4, ONE>(in);
     else
-        mk_gqa_items<8, ONE>(in);
-    mk_bulk_signal(d, in->signal_vec);
+        vec = mk_gqa_items<8, ONE>(in);
+    mk_bulk_signal(d, vec);
 }
 
 #endif
