@@ -8,10 +8,11 @@
 Why: the SMs of a GPC share a cache of 128 KB of instructions, a layer executes more than that, and a jump to where nobody has been lately takes 300 clocks. ptxas leaves what
 hardly ever runs where the source has it: between two things that always run. (profiles/NOTES.md, twenty-ninth session, has what moving it is worth.)
 
-How: a kernel is one run of 16-byte instructions, behind its entry the functions that it calls. It is cut at the places where control may turn, into segments of what the same models execute;
-first come those that all execute, so that a model finds its code in a few long runs. Segments are put in that order, and what relates to places is mended: relative targets, return addresses (a call's is moved into a register before it), tables of branches, symbols, the
-lists of places in .nv.info. Where a segment went on into the next one and does no longer, a branch is added; where a branch led to what is now behind it, it is turned round or left out. Line
-numbers (-lineinfo) are those of the code before: profile a build without this step.
+How: a kernel is one run of 16-byte instructions, behind its entry the functions that it calls. It is cut at the places where control may turn, into segments of what the same models
+execute; first come those that all execute, so that a model finds its code in a few long runs. Segments are put in that order, and what relates to places is mended: relative targets,
+return addresses (a call's is moved into a register before it), tables of branches, symbols, the lists of places in .nv.info. Where a segment went on into the next one and does no
+longer, a branch is added; where a branch led to what is now behind it, it is turned round or left out. Line numbers (-lineinfo) are those of the code before: profile a build without
+this step (profiles/onestep).
 
 The profile names functions by what they are and by a digest of their code, so it can be of an older build: a function that has changed since is moved as a whole, if it was executed at all."""
 import bisect
@@ -102,6 +103,8 @@ class Code:
         self.back = {}  # a MOV: where the call that it is for returns to
         bounds = functions + [self.n]
         for i in (i for i, op in enumerate(self.op) if op == CALL):
+            if self.word[i][0] >> 12 & 15 != 7:
+                raise Refused("call at %#x is conditional, which nothing here expects" % (16 * i))
             by = moved.get(16 * (i + 1), [])
             own, callee = bisect.bisect_right(bounds, i) - 1, bisect.bisect_right(bounds, self.to[i]) - 1
             # of several, some are numbers that happen to be the same: it is right before the call, or, where nobody else calls, in what is called
