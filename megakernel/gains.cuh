@@ -1,5 +1,5 @@
 /* Gammas in the order of packets: who gathers one row of a vector with an RMS norm asks for those of a packet with one 16-byte load (two of bf16) instead of one load a value. The tables
- * are the host's to lay out, in args.map, and a kernel's to fill, before the resident one is launched: parameters may have changed since. Part of gpu.cu. */
+ * are the host's to lay out, in args.map, and a kernel's to fill before the resident one is launched: parameters may have changed since. Part of gpu.cu. */
 #ifndef MK_GAINS_CUH
 #define MK_GAINS_CUH
 
@@ -62,11 +62,11 @@ static __global__ void gains_fill(const mk_gain *gain, uint32_t *map, const floa
         ((float *)map)[t.at + i] = e < MK_MAP_VALUES(m) && v < t.k ? param[t.param_off + v] : 0;
     }
 }
-/* In front of whatever is launched behind it in the stream `run`. */
+/* On the legacy stream, behind uploads of what it reads; who launches the resident kernel next, on a stream that does not wait for that one, synchronises the device before. */
 static cudaError_t gains_make(const mk_gpu *g)
 {
-    if (g->n_gain) gains_fill<<<g->n_gain, 256, 0, g->run>>>(g->gain_there, (uint32_t *)g->args.map, g->args.param);
-    return cudaGetLastError();
+    void *arg[3] = {(void *)&g->gain_there, (void *)&g->args.map, (void *)&g->args.param};
+    return g->n_gain ? cudaLaunchKernel((const void *)gains_fill, dim3(g->n_gain), dim3(256), arg, 0, 0) : cudaSuccess;
 }
 
 #endif

@@ -400,7 +400,7 @@ static void pairs_plan(const mk_gpu *g, const mk_insn *in, mk_plan *p)
 {
     p->packets = pair_packets(g, in);
     p->map = g->pair_at[in->wait[0].vec];
-    p->dealt = p->packets <= MK_PAIR_PACKETS(in->expert.n) && in->expert.n <= MK_DOWN_ONE_ROWS && pairs_bytes(&in->expert) <= MK_STAGING;
+    p->dealt = p->map && p->packets <= MK_PAIR_PACKETS(in->expert.n) && in->expert.n <= MK_DOWN_ONE_ROWS && pairs_bytes(&in->expert) <= MK_STAGING;
 }
 
 /* MLA_PARTIALs whose queries lie alike in their packets. */

@@ -59,7 +59,7 @@ int mk_gpu_download(mk_gpu *g, mk_memory *host, mk_err *err);
 void mk_gpu_weights(const mk_gpu *g, mk_memory *device);
 /* Where every region is: device memory, but for slot and token (pinned). `local` is the image that mk_gpu_once works on, NULL before the first load. */
 void mk_gpu_memory(const mk_gpu *g, mk_memory *device);
-/* Copies n floats to the parameter region, from float `at` on. */
+/* Copies n floats to the parameter region, from float `at` on; before the start, which makes tables of gammas out of them (gains.cuh). */
 int mk_gpu_upload_params(mk_gpu *g, const float *values, uint64_t at, uint64_t n, mk_err *err);
 /* Resets rings, exchange and schedule and launches the kernel. Publications carry epochs above epoch0: after an earlier run, above all that it used. */
 int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err);
