@@ -5,7 +5,12 @@ PREFIX  ?= /usr/local
 BUILD   ?= build
 NVCC    ?= $(firstword $(wildcard $(shell command -v nvcc 2>/dev/null) /usr/local/cuda/bin/nvcc))
 NVFLAGS ?= -O3 -gencode arch=compute_90a,code=sm_90a
-NVALL    = -std=c++17 -I. -lineinfo $(NVFLAGS) -Xcompiler -fno-exceptions,-fno-rtti,-fno-threadsafe-statics
+# Compiles a CUDA source, with further flags.
+define nvcc
+@mkdir -p $(@D)
+@echo '  nvcc $< $(1)'
+@$(NVCC) -std=c++17 -I. -lineinfo $(NVFLAGS) -Xcompiler -fno-exceptions,-fno-rtti,-fno-threadsafe-statics $(1) -MMD -MP -c -o $@ $<
+endef
 SAN     ?=
 JOBS    ?= $(shell nproc)
 COMMIT  := $(shell git describe --always --dirty --abbrev=12 2>/dev/null || echo unknown)
@@ -52,18 +57,14 @@ $(BUILD)/host/machine_gpu.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/host/synt
 tests: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/race_gpu $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline $(BUILD)/profiles/onestep
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
-	@mkdir -p $(@D)
-	@echo '  nvcc $<'
-	@$(NVCC) $(NVALL) -MMD -MP -c -o $@ $<
+	$(call nvcc)
 # Kernels that call functions: their code in the order of megakernel/layout.txt (megakernel/layout.py says why), and as nvcc made it.
 LAID := $(addprefix $(BUILD)/megakernel/,kernel.cu.o baseline.cu.o)
 $(LAID): $(BUILD)/%.cu.o: $(BUILD)/plain/%.cu.o megakernel/layout.py megakernel/layout.txt
 	@mkdir -p $(@D)
 	@cp $< $@.new && python3 megakernel/layout.py apply $@.new megakernel/layout.txt && mv $@.new $@
 $(BUILD)/plain/%.cu.o: %.cu
-	@mkdir -p $(@D)
-	@echo '  nvcc $<'
-	@$(NVCC) $(NVALL) -MMD -MP -c -o $@ $<
+	$(call nvcc)
 endif
 
 $(BUILD)/host/preset.o: $(wildcard tests/fixtures/configs/*/config.json)
@@ -109,9 +110,7 @@ $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model: %:
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 # The kernel as racecheck can follow it (device.cuh, mk_arrives), in front of the other.
 $(BUILD)/race/%.cu.o: %.cu
-	@mkdir -p $(@D)
-	@echo '  nvcc $< (racecheck)'
-	@$(NVCC) $(NVALL) -DMK_RACECHECK -MMD -MP -c -o $@ $<
+	$(call nvcc,-DMK_RACECHECK)
 $(BUILD)/tests/gpu/race_gpu: $(BUILD)/race/megakernel/kernel.cu.o $(BUILD)/tests/gpu/test_gpu.o $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
@@ -133,10 +132,10 @@ $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 
-$(BUILD)/profiles/baseline: $(BUILD)/profiles/baseline.o $(BUILD)/libmk.a
+$(BUILD)/profiles/baseline: $(BUILD)/profiles/baseline.o $(BUILD)/profiles/synthetic.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
-$(BUILD)/profiles/onestep: $(BUILD)/profiles/onestep.o $(BUILD)/plain/megakernel/kernel.cu.o $(BUILD)/libmk.a
+$(BUILD)/profiles/onestep: $(BUILD)/profiles/onestep.o $(BUILD)/profiles/synthetic.o $(BUILD)/plain/megakernel/kernel.cu.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 

@@ -5,26 +5,34 @@
 
 #define MK_GAIN_WORDS(per) ((per) == 3 ? 4u : 8u) /* of a packet, which has 3 values of f32 or 6 of bf16 */
 
-/* What an instruction with an RMS norm gathers, without its places. 0: it has none. */
-static int gain_key(const mk_program *p, const mk_insn *in, mk_gain *key)
+/* The vector of wait 0 as an instruction wants it, but for the form, which is that of the weights; zero where it gathers none. */
+static mk_input input_of(const mk_insn *in)
 {
-    const mk_wait *w = &in->wait[0];
-    memset(key, 0, sizeof *key);
+    const mk_gemv *v = &in->gemv;
+    mk_input x;
+    memset(&x, 0, sizeof x);
     switch (in->opcode) {
     case MK_OP_GEMV:
-        if (in->gemv.prologue != MK_PRO_RMS) return 0;
-        key->in_off = in->gemv.in_off, key->k = in->gemv.k, key->param_off = in->gemv.param_off;
+        x.in_off = v->in_off, x.k = v->k, x.prologue = v->prologue;
+        if (v->prologue == MK_PRO_RMS) x.param_off = v->param_off;
+        if (v->prologue == MK_PRO_HEADNORM) x.norm_group = v->norm_group;
+        if (v->prologue != MK_PRO_NONE) x.eps = v->eps;
         break;
-    case MK_OP_LM_HEAD: key->k = in->lm_head.k, key->param_off = in->lm_head.param_off; break;
-    case MK_OP_EXPERT_UP: key->k = in->expert.k, key->param_off = in->expert.param_off; break;
-    case MK_OP_ROUTE: key->k = in->route.k, key->param_off = in->route.norm_off; break;
-    default: return 0;
+    case MK_OP_LM_HEAD: x.k = in->lm_head.k, x.prologue = MK_PRO_RMS, x.param_off = in->lm_head.param_off, x.eps = in->lm_head.eps; break;
+    case MK_OP_EXPERT_UP: x.k = in->expert.k, x.prologue = MK_PRO_RMS, x.param_off = in->expert.param_off, x.eps = in->expert.eps; break;
+    case MK_OP_ROUTE: x.k = in->route.k, x.prologue = MK_PRO_RMS, x.param_off = in->route.norm_off, x.eps = in->route.eps; break;
+    default: break;
     }
-    key->vec = w->vec;
-    key->slice0 = w->slice0;
-    key->packets = w->nslice * p->vec[w->vec].slice_packets;
-    key->per = p->vec[w->vec].dtype == MK_F32 ? 3 : 6;
-    return 1;
+    return x;
+}
+
+/* What an instruction with an RMS norm gathers, without its places. */
+static mk_gain gain_key(const mk_program *p, const mk_insn *in, const mk_input *x)
+{
+    const mk_wait *w = &in->wait[0];
+    const mk_vec *v = &p->vec[w->vec];
+    const mk_gain key = {w->vec, w->slice0, w->nslice * v->slice_packets, v->dtype == MK_F32 ? 3u : 6u, x->in_off, x->k, x->param_off, 0, 0};
+    return key;
 }
 static mk_gain *gain_of(const mk_gpu *g, const mk_gain *key)
 {
@@ -38,10 +46,12 @@ static mk_gain *gain_of(const mk_gpu *g, const mk_gain *key)
 static int gains_wanted(mk_gpu *g, uint32_t *words, mk_err *err)
 {
     const mk_program *p = g->prog;
-    mk_gain key;
     *words = 0;
     for (uint32_t k = 0; k < p->info.n_insn; k++) {
-        if (!gain_key(p, &p->insn[k], &key) || gain_of(g, &key)) continue;
+        const mk_input x = input_of(&p->insn[k]);
+        if (x.prologue != MK_PRO_RMS) continue;
+        const mk_gain key = gain_key(p, &p->insn[k], &x);
+        if (gain_of(g, &key)) continue;
         if (!(g->n_gain & g->n_gain - 1)) { /* twice as many */
             mk_gain *more = (mk_gain *)realloc(g->gain, (g->n_gain ? 2 * g->n_gain : 1) * sizeof *more);
             if (!more) return mk_fail(err, MK_E_CAPACITY, "out of memory");

@@ -246,18 +246,17 @@ class Moved:
             for i in range(s[0], s[1]):
                 lo, hi = c.word[i]
                 last, at[i] = i == s[1] - 1, len(out)
+                around = last and turns_round(lo, hi) and c.to[i] == follows and s[1] not in (follows, c.n)
                 if idle(lo, hi) and i > s[0] and c.op[i - 1] == BRA and c.word[i - 1][1] >> 27 & 1:
                     self.dropped += 1  # holds the place of what is done together by a warp that has parted: BRA.DIV leads there
                 elif last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F:
                     self.dropped += 1
-                elif last and turns_round(lo, hi) and c.to[i] == follows and s[1] != follows and s[1] < c.n:
+                elif around:
                     self.turned += 1
                     out.append(((lo ^ 1 << 15, hi & ~(15 << 41) | TURNED_STALL << 41), s[1], i))
                 else:
                     out.append(((lo, hi), c.to.get(i), i))
-            i = s[1] - 1
-            lo, hi = c.word[i]
-            if s[1] < c.n and s[1] != follows and not ends(lo, hi) and c.op[i] != CALL and not (turns_round(lo, hi) and c.to[i] == follows):
+            if s[1] not in (follows, c.n) and not ends(lo, hi) and c.op[i] != CALL and not around:
                 self.added += 1
                 out.append((BRANCH, s[1], None))
         if len(out) > c.n:
@@ -348,7 +347,7 @@ def mended_info(raw, at, code_bytes):
     """.nv.info of a kernel: tools and debuggers go by its lists."""
     out, p = bytearray(raw), 0
 
-    def moved(offset):
+    def mend(offset):
         value = struct.unpack_from("<I", out, offset)[0]
         if value % 16 == 0 and value < code_bytes:
             struct.pack_into("<I", out, offset, 16 * at[value // 16])
@@ -360,13 +359,13 @@ def mended_info(raw, at, code_bytes):
             continue
         if attribute in INFO_LISTS:
             for q in range(p, p + size, 4):
-                moved(q)
+                mend(q)
         if attribute == INFO_BRANCHES:
             q = p
             while q + 12 <= p + size:
                 n = struct.unpack_from("<I", raw, q + 8)[0]
                 for place in [q] + list(range(q + 12, q + 12 + 4 * n, 4)):
-                    moved(place)
+                    mend(place)
                 q += 12 + 4 * n
         p += size
     return bytes(out)

@@ -78,8 +78,7 @@ static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
     p->skip = (uint16_t)(d.per == 1 ? (p->x.in_off - start[w->slice0]) / d.slice : 0);
     p->by_per = MK_HAND_BY(d.per);
     if (p->x.prologue == MK_PRO_RMS) {
-        mk_gain key;
-        const mk_gain *t = gain_key(g->prog, in, &key) ? gain_of(g, &key) : NULL;
+        const mk_gain key = gain_key(g->prog, in, &p->x), *t = gain_of(g, &key);
         if (!t) return 0; /* of another program */
         p->gain = t->at;
     }
@@ -90,7 +89,6 @@ static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
 static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_seg *s, uint32_t experts, input_keys *keys, mk_plan *out, mk_err *err)
 {
     const int lm = in->opcode == MK_OP_LM_HEAD, up = in->opcode == MK_OP_EXPERT_UP, route = in->opcode == MK_OP_ROUTE;
-    const mk_route *t = &in->route;
     const mk_gemv *v = &in->gemv;
     const mk_lm_head *l = &in->lm_head;
     const mk_expert *e = &in->expert;
@@ -98,13 +96,8 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_seg *s, uint32_t
     const uint32_t wtype = lm ? l->wtype : up ? e->wtype : route ? experts : v->wtype;
     mk_plan p;
     memset(&p, 0, sizeof p);
-    p.x.in_off = lm || up || route ? 0 : v->in_off;
-    p.x.k = lm ? l->k : up ? e->k : route ? t->k : v->k;
-    p.x.prologue = lm || up || route ? MK_PRO_RMS : v->prologue;
-    p.x.param_off = p.x.prologue == MK_PRO_RMS ? lm ? l->param_off : up ? e->param_off : route ? t->norm_off : v->param_off : 0;
-    p.x.norm_group = p.x.prologue == MK_PRO_HEADNORM ? v->norm_group : 0;
+    p.x = input_of(in);
     p.x.form = mk_form(wtype, in->opcode == MK_OP_GEMV && v->flags & MK_GEMV_X_F32);
-    p.x.eps = p.x.prologue == MK_PRO_NONE ? 0 : lm ? l->eps : up ? e->eps : route ? t->eps : v->eps;
     p.inv_k = 1.0f / (float)(p.x.norm_group ? p.x.norm_group : p.x.k);
     p.head_shift = MK_NO_NORM;
     if (up) {

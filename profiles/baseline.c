@@ -1,15 +1,11 @@
 /* profiles/baseline: a preset with synthetic weights, measured three ways in one process: the resident kernel, the same step launched anew for every token, and
  * one kernel a phase in a CUDA graph with programmatic dependent launch (megakernel/baseline.h). Prints one JSON. All three must choose the same tokens. */
-#include "host/machine.h"
-#include "host/planner.h"
-#include "host/preset.h"
-#include "host/synth.h"
 #include "host/version.h"
-#include "instructions/validate.h"
 #include "ipc/mkctl.h"
 #include "ipc/mkctl_measure.h"
 #include "megakernel/baseline.h"
 #include "megakernel/ceiling.h"
+#include "profiles/synthetic.h"
 
 #include <errno.h>
 #include <jansson.h>
@@ -64,30 +60,20 @@ static int measure(job *j, const char *name, enum mk_baseline_kind kind, uint32_
 static int run(const mk_preset *p, const char *lm_head, uint32_t steps, mk_baseline_config cfg, const char *out, mk_err *err)
 {
     static const uint32_t depth[] = {0, 32768, 65536, 131072}; /* of the prefetch: the best counts */
-    mk_machine_limits limits;
-    mk_model *m = NULL;
-    mk_plan *plan = NULL;
+    mk_synthetic s = {0};
     job j = {.cfg = cfg};
     double ceiling = 0, resident = 0, launch = 0, plain = 0, graph[4] = {0};
     uint32_t kernels = 0, none;
     mk_gpu_info info;
-    int rc = mk_machine_gpu_limits(&limits, err);
+    int rc = mk_synthetic_plan(&s, p, strcmp(lm_head, "fp8") ? MK_LM_HEAD_AUTO : MK_LM_HEAD_FP8, cfg.context, err);
     if (!rc) rc = mk_gpu_probe(0, &info, err);
-    if (!rc) rc = mk_preset_model(p, &m, err);
-    if (!rc && !strcmp(lm_head, "fp8")) m->lm_head_mode = MK_LM_HEAD_FP8;
-    if (!rc) rc = mk_model_resolve(m, NULL, p->weights, err);
-    uint32_t pages = (cfg.context + 8 + MK_PAGE - 1) / MK_PAGE;
-    mk_plan_config pc = {.workers = limits.workers, .max_context = pages * MK_PAGE, .kv_pages = pages, .state_slots = 1, .smem_limit = limits.smem};
-    if (!rc) rc = mk_plan_make(m, &pc, &plan, err);
-    if (!rc) rc = mk_validate(plan->prog, NULL, err);
     if (!rc) rc = mk_ceiling_measure(0, &ceiling, err);
-    mk_gpu_config gc = {.slots = 1, .context = pages * MK_PAGE};
-    if (!rc) rc = mk_gpu_new(plan->prog, &gc, &j.gpu, err);
-    if (!rc) rc = mk_synthesize(plan, j.gpu, err);
+    if (!rc) rc = mk_synthetic_make(&s, err);
     if (!rc) {
-        j.prog = plan->prog;
+        j.gpu = s.gpu;
+        j.prog = s.plan->prog;
         j.cfg.steps = steps;
-        j.cfg.vocab = m->vocab;
+        j.cfg.vocab = s.model->vocab;
         rc = measure(&j, "resident", MK_BASELINE_RESIDENT, 0, 0, &resident, &none, err);
     }
     if (!rc) rc = measure(&j, "one launch a step", MK_BASELINE_LAUNCH, 0, 0, &launch, &none, err);
@@ -102,7 +88,7 @@ static int run(const mk_preset *p, const char *lm_head, uint32_t steps, mk_basel
     if (!rc) {
         char date[32];
         mk_measure_date(date);
-        double bytes = mk_bytes_step(&plan->bytes, cfg.rows, cfg.context), best_ms = graph[best] < plain ? graph[best] : plain;
+        double bytes = mk_bytes_step(&s.plan->bytes, cfg.rows, cfg.context), best_ms = graph[best] < plain ? graph[best] : plain;
         json_t *js = json_pack("{s:s,s:s,s:i,s:i,s:i,s:f,s:f,s:f,s:f,s:f,s:i,s:[f,f,f,f],s:i,s:f,s:f,s:f,s:f,s:b,s:s,s:s}", "preset", p->name, "device", info.name, "ctx",
                                (int)cfg.context, "rows", (int)cfg.rows, "steps", (int)steps, "bytes_per_step", bytes, "ceiling_gb_s", ceiling, "resident_ms", resident,
                                "launch_ms", launch, "graph_plain_ms", plain, "graph_kernels", (int)kernels, "graph_by_prefetch_ms", graph[0], graph[1], graph[2],
@@ -115,9 +101,7 @@ static int run(const mk_preset *p, const char *lm_head, uint32_t steps, mk_basel
         json_decref(js);
     }
     free(j.tokens);
-    mk_gpu_destroy(&j.gpu);
-    mk_plan_destroy(&plan);
-    mk_model_destroy(&m);
+    mk_synthetic_close(&s);
     return rc;
 }
 

@@ -1,12 +1,8 @@
 /* profiles/onestep: single steps of a preset with synthetic weights, a launch each, for ncu to look into (profiles/layout.sh): one row, greedy, at a context that was never written. It is linked
  * with the kernel as nvcc made it (Makefile), so that its code is in the order that megakernel/layout.py and line numbers know. */
-#include "host/machine.h"
-#include "host/planner.h"
-#include "host/preset.h"
-#include "host/synth.h"
 #include "ipc/mkctl.h"
-#include "megakernel/gpu.h"
 #include "megakernel/twin.h"
+#include "profiles/synthetic.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -40,38 +36,27 @@ static int open_slot(mk_gpu *g, uint32_t pages, mk_err *err)
 
 static int run(const mk_preset *p, uint32_t context, uint32_t steps, mk_err *err)
 {
-    const uint32_t pages = (context + MK_PAGE) / MK_PAGE;
-    mk_machine_limits limits;
-    mk_model *m = NULL;
-    mk_plan *plan = NULL;
-    mk_gpu *g = NULL;
+    mk_synthetic made = {0};
     mk_insn *insn = NULL;
     uint32_t *queue = NULL;
-    int rc = mk_machine_gpu_limits(&limits, err);
-    if (!rc) rc = mk_preset_model(p, &m, err);
-    if (!rc) rc = mk_model_resolve(m, NULL, p->weights, err);
-    mk_plan_config pc = {.workers = limits.workers, .max_context = pages * MK_PAGE, .kv_pages = pages, .state_slots = 1, .smem_limit = limits.smem};
-    if (!rc) rc = mk_plan_make(m, &pc, &plan, err);
-    mk_gpu_config gc = {.slots = 1, .context = pages * MK_PAGE};
-    if (!rc) rc = mk_gpu_new(plan->prog, &gc, &g, err);
-    if (!rc) rc = mk_synthesize(plan, g, err);
-    if (!rc) rc = open_slot(g, pages, err);
-    if (!rc && (!(insn = malloc(plan->prog->info.n_insn * sizeof *insn)) || !(queue = malloc((plan->prog->info.workers + 1) * sizeof *queue)))) rc = mk_fail(err, MK_E_CAPACITY, "out of memory");
-    if (!rc) unscheduled(plan->prog, insn, queue);
+    int rc = mk_synthetic_plan(&made, p, MK_LM_HEAD_AUTO, context, err);
+    if (!rc) rc = mk_synthetic_make(&made, err);
+    if (!rc) rc = open_slot(made.gpu, made.pages, err);
+    const mk_program *prog = made.plan ? made.plan->prog : NULL;
+    if (!rc && (!(insn = malloc(prog->info.n_insn * sizeof *insn)) || !(queue = malloc((prog->info.workers + 1) * sizeof *queue)))) rc = mk_fail(err, MK_E_CAPACITY, "out of memory");
+    if (!rc) unscheduled(prog, insn, queue);
     for (uint32_t i = 0; i < steps && !rc; i++) {
         mk_step s;
         memset(&s, 0, sizeof s);
         s.nrows = s.any_logits = 1;
-        s.row[0].token = (1234 + 77 * i) % m->vocab;
+        s.row[0].token = (1234 + 77 * i) % made.model->vocab;
         s.row[0].pos = context;
         s.row[0].flags = MK_ROW_LOGITS | MK_ROW_SAMPLE | MK_ROW_GREEDY;
-        rc = mk_gpu_once(g, insn, queue, &s, 1000 * (i + 1), 5000, err);
+        rc = mk_gpu_once(made.gpu, insn, queue, &s, 1000 * (i + 1), 5000, err);
     }
     free(insn);
     free(queue);
-    mk_gpu_destroy(&g);
-    mk_plan_destroy(&plan);
-    mk_model_destroy(&m);
+    mk_synthetic_close(&made);
     return rc;
 }
 
