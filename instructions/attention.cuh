@@ -486,12 +486,12 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                 float e[2][4];
 #pragma unroll
                 for (uint32_t j = 0; j < 2; j++) e[j][0] = e[j][1] = e[j][2] = e[j][3] = 0;
+                if (NH == 1) asm volatile("cp.async.wait_all;" ::: "memory"); /* a warp without a block, too: its zeros were asked for */
 #pragma unroll 1
                 for (uint32_t b = b0; b < blocks; b += 2) {
                     if (b != b0) { /* more than 64 rotary channels */
                         mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b, tokens);
                     } else if (NH == 1) {
-                        asm volatile("cp.async.wait_all;" ::: "memory");
                         rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
                     }
 #pragma unroll
@@ -606,6 +606,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
     const mk_att_share w = mk_att_deal(x.nv);
     const uint32_t group = w.lane >> 2, l = w.lane & 3, floats = x.nv + 4, c = w.block * 32 + 4 * group;
     float *dst = mk_att_dst(sh);
+    if (NH > 1) __syncwarp(); /* lane 0 has written the sum that lane 1 reads */
     if (w.lane < NH && w.lane * 8 + w.warp < x.heads) { /* the warp's own */
         const uint32_t h = w.lane * 8 + w.warp;
         __stcg((float2 *)(dst + (h * floats + x.nv)), make_float2(s->max[h], s->sum[h]));

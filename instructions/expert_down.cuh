@@ -450,7 +450,7 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
     const uint32_t per = f->plan.packets, k = f->in.expert.k, epoch = f->place.epoch[0];
     uint32_t top = 0;
 #pragma unroll 1
-    for (uint32_t i = k + d->lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0); /* of an odd number of values the first one here is zero in their last word, too */
+    for (uint32_t i = k + (k & 1) + d->lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0); /* the last word of an odd number of values has its zero from the packet */
 #pragma unroll 1
     for (uint32_t n = 0; n < per; n += 32 * PART, from += 32 * PART, first += 32 * PART) {
         uint32_t to[PART], wanted = 0;
