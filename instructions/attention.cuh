@@ -244,6 +244,12 @@ MK_DEV float mk_reciprocal(float x)
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
 }
+/* The largest of the warp's values, none of them NaN, in few instructions: as integers that are ordered alike. */
+MK_DEV float mk_warp_top(float x)
+{
+    const uint32_t b = __float_as_uint(x), u = __reduce_max_sync(0xffffffffu, b ^ ((uint32_t)((int32_t)b >> 31) | 0x80000000u));
+    return __uint_as_float(u ^ ((uint32_t)((int32_t)~u >> 31) | 0x80000000u));
+}
 MK_DEV void mk_mma(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -539,8 +545,11 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                     for (uint32_t j = 0; j < k; j++) c[j].x = __fadd_rn(c[j].x, c[j + k].x), c[j].y = __fadd_rn(c[j].y, c[j + k].y);
                 const float a = t < tokens ? __fmul_rn(c[0].x, x.scale) : -INFINITY, b = t + 1 < tokens ? __fmul_rn(c[0].y, x.scale) : -INFINITY;
                 float top = fmaxf(a, b);
+                if (NH > 1 && FP8) /* no register is left */
 #pragma unroll
-                for (int k = 16; k; k >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, k));
+                    for (int k = 16; k; k >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, k));
+                else
+                    top = mk_warp_top(top);
                 top = fmaxf(top, before);
                 const uint32_t p = mk_pack_bf16(mk_exp_fast(a - top), mk_exp_fast(b - top));
                 s->p[h][w.lane] = p;

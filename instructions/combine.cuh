@@ -10,13 +10,6 @@
 #define MK_COMBINE_LOOKS ((MK_MAX_SPLITS + 31) / 32)               /* splits that a lane weighs */
 static_assert(MK_WARPS == 8 && MK_MAX_ROWS <= MK_WARPS, "a warp's split k is lane's k / 4; a warp a row");
 
-/* The largest of the warp's values, none of them NaN, in few instructions: as integers that are ordered alike. */
-MK_DEV float mk_warp_top(float x)
-{
-    const uint32_t b = __float_as_uint(x), u = __reduce_max_sync(0xffffffffu, b ^ ((uint32_t)((int32_t)b >> 31) | 0x80000000u));
-    return __uint_as_float(u ^ ((uint32_t)((int32_t)~u >> 31) | 0x80000000u));
-}
-
 /* A load that bypasses L1, or nothing, without a branch. */
 MK_DEV void mk_load_if(float4 *x, const float *from, bool has)
 {
