@@ -185,14 +185,20 @@ int mk_model_read(const char *path, mk_model **out, mk_err *err)
     return rc;
 }
 
+void mk_model_keep(mk_model *m, uint32_t layers)
+{
+    while (m->layers > layers) {
+        const mk_layer *l = &m->layer[--m->layers];
+        if (l->mixer == MK_MIX_MLA) free(l->mla.inv_freq);
+        if (l->mixer == MK_MIX_GQA) free(l->gqa.inv_freq);
+    }
+}
+
 void mk_model_destroy(mk_model **p)
 {
     mk_model *m = *p;
     if (!m) return;
-    for (uint32_t i = 0; m->layer && i < m->layers; i++) {
-        if (m->layer[i].mixer == MK_MIX_MLA) free(m->layer[i].mla.inv_freq);
-        if (m->layer[i].mixer == MK_MIX_GQA) free(m->layer[i].gqa.inv_freq);
-    }
+    if (m->layer) mk_model_keep(m, 0);
     free(m->layer);
     free(m);
     *p = NULL;

@@ -152,6 +152,8 @@ typedef struct mk_model {
 /* Reads `path`: a Hugging Face directory, or a config.json. Every field that changes the result and is not supported is refused by
  * name ("config.json: rope_scaling.type is \"longrope\", supported: ..."). */
 int mk_model_read(const char *path, mk_model **m, mk_err *err);
+/* Keeps the first `layers` of them. */
+void mk_model_keep(mk_model *m, uint32_t layers);
 void mk_model_destroy(mk_model **m);
 
 struct mk_checkpoint;

@@ -11,6 +11,7 @@
 typedef struct mk_preset {
     const char *name;                     /* "kimi-linear-48b" */
     const unsigned char *config, *end;    /* its config.json */
+    uint32_t layers;                      /* only so many of them, the first; 0: all */
     int mixers_only;                      /* the layers' attention alone, without their FFNs */
     enum mk_weights_mode weights;         /* what is published or planned for one GPU: most FP8, small models BF16 */
 } mk_preset;
