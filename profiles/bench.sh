@@ -71,10 +71,11 @@ import json, sys
 out, suffix = sys.argv[1:]
 name = {n: "%s%s-ctx2048-rows1.json" % (n, suffix) for n in ("glm52-mla", "glm52-mla-8")}
 r = {n: json.load(open(out + "/" + f)) for n, f in name.items()}
-layers = {n: x["layers"] for n, x in r.items()}
+layers, made_by = {n: x["layers"] for n, x in r.items()}, {x["commit"] for x in r.values()}
+assert len(made_by) == 1, made_by
 a, b = r["glm52-mla"]["ms_per_token"], r["glm52-mla-8"]["ms_per_token"]
 us = {p: round(1000 * (a[p] - b[p]) / (layers["glm52-mla"] - layers["glm52-mla-8"]), 2) for p in ("p50", "p99")}
-json.dump({"what": "a layer: the difference of two steps by that of their layers", "us_per_layer": us, "layers": layers, "from": list(name.values())}, open("%s/glm52-mla%s-layer.json" % (out, suffix), "w"), indent=1)
+json.dump({"what": "a layer: the difference of two steps by that of their layers", "us_per_layer": us, "layers": layers, "commit": made_by.pop(), "from": list(name.values())}, open("%s/glm52-mla%s-layer.json" % (out, suffix), "w"), indent=1)
 print("glm52-mla%s: %.2f us a layer" % (suffix, us["p50"]))
 END
 }
