@@ -179,7 +179,6 @@ class Kernel:
         self.code = Code(elf.bytes(".text." + name), elf.bytes(table) if table in elf.section else b"", [first for first, _ in found])
         ends_at = [first for first, _ in found[1:]] + [self.code.n]
         self.functions = [(first, end, text) for (first, text), end in zip(found, ends_at)]  # name without what the build puts into it
-        self.rank = [0] * len(found)
 
 
 def kernels(data):
@@ -235,10 +234,10 @@ def segments(k, models, gap):
 class Moved:
     """The kernel in another order: .word; .at, the new place of each instruction, or of what follows it if it is left out; .origin, the instruction of each new place, None: added."""
 
-    def __init__(self, k, models, gap=GAPS[0]):
-        c = k.code
+    def __init__(self, k, models, rank=None, gap=GAPS[0]):
+        c, rank = k.code, rank or [0] * len(k.functions)
         entry, *others = segments(k, models, gap)
-        self.order = [entry] + sorted(others, key=lambda s: (-bin(s[2]).count("1"), s[2], k.rank[s[3]]))
+        self.order = [entry] + sorted(others, key=lambda s: (-bin(s[2]).count("1"), s[2], rank[s[3]]))
         self.added = self.turned = self.dropped = 0
         out, at = [], [None] * c.n  # out: (word, the old place that it leads to or None, the old place that it comes from or None)
         for s, after in zip(self.order, self.order[1:] + [None]):
@@ -272,10 +271,11 @@ class Moved:
         self.table = [at[i] for i in c.table]
 
 
-def moved(k, models):
+def moved(k, models, rank=None):
+    """rank: of each function its place in the order, among those that the same models execute; None: by address."""
     for gap in GAPS:
         try:
-            return Moved(k, models, gap)
+            return Moved(k, models, rank, gap)
         except Refused as e:
             if gap == GAPS[-1]:
                 raise e
@@ -401,9 +401,9 @@ def read_profile(path):
 
 
 def models_of(k, profile):
-    """Who executes each instruction, and how many functions are not those of the profile. Gives the functions the profile's order."""
-    models, strange = [0] * k.code.n, 0
-    k.rank = [list(profile).index(name) if name in profile else len(profile) for _, _, name in k.functions]
+    """Who executes each instruction, each function's place in the profile, and how many functions are not those of the profile."""
+    models, strange, order = [0] * k.code.n, 0, list(profile)
+    rank = [order.index(name) if name in profile else len(order) for _, _, name in k.functions]
     for first, end, name in k.functions:
         digest, ranges = profile.get(name, (None, []))
         if digest == k.code.digest(first, end):
@@ -412,7 +412,7 @@ def models_of(k, profile):
         elif ranges:
             strange += 1
             models[first:end] = [functools.reduce(operator.or_, (who for _, _, who in ranges))] * (end - first)
-    return models, strange
+    return models, rank, strange
 
 
 def counts_of(path):
@@ -466,8 +466,8 @@ def main(argv):
             if not any(name in profile for _, _, name in k.functions):
                 continue
             found = True
-            models, strange = models_of(k, profile)
-            m = moved(k, models)
+            models, rank, strange = models_of(k, profile)
+            m = moved(k, models, rank)
             prove(k, m)
             hot = sum(s[1] - s[0] for s in m.order if s[2])
             print("  layout %s: %d of %d KB to the front, %d branches added, %d turned round, %d instructions left out%s" % (

@@ -5,6 +5,7 @@
 #   SHORT=1                        context 2,048 and one row only: two or three presets in three minutes; without it everything in ten
 #   CTX, ROWS, STEPS               what to measure, overriding both; BASELINE_STEPS=0 leaves the baselines out
 cd "$(dirname "$0")/.." || exit 2
+. profiles/presets.sh
 BUILD=${BUILD:-build}
 OUT=${OUT:-profiles/results}
 CTX=${CTX:-$([ -n "${SHORT:-}" ] && echo 2048 || echo 512,2048,32768)}
@@ -69,20 +70,20 @@ layer() { # suffix of the files' names: what one layer of glm52-mla takes, which
     python3 - "$OUT" "$1" <<'END'
 import json, sys
 out, suffix = sys.argv[1:]
-name = {n: "%s%s-ctx2048-rows1.json" % (n, suffix) for n in ("glm52-mla", "glm52-mla-8")}
-r = {n: json.load(open(out + "/" + f)) for n, f in name.items()}
-layers, made_by = {n: x["layers"] for n, x in r.items()}, {x["commit"] for x in r.values()}
-assert len(made_by) == 1, made_by
-a, b = r["glm52-mla"]["ms_per_token"], r["glm52-mla-8"]["ms_per_token"]
-us = {p: round(1000 * (a[p] - b[p]) / (layers["glm52-mla"] - layers["glm52-mla-8"]), 2) for p in ("p50", "p99")}
-json.dump({"what": "a layer: the difference of two steps by that of their layers", "us_per_layer": us, "layers": layers, "commit": made_by.pop(), "from": list(name.values())}, open("%s/glm52-mla%s-layer.json" % (out, suffix), "w"), indent=1)
+files = ["%s%s-ctx2048-rows1.json" % (name, suffix) for name in ("glm52-mla", "glm52-mla-8")]
+a, b = (json.load(open(out + "/" + f)) for f in files)
+if a["commit"] != b["commit"]:
+    sys.exit("bench: a layer of glm52-mla: expected two steps of one build, found %s (%s) and %s (%s) in %s" % (a["commit"], files[0], b["commit"], files[1], out))
+us = {p: round(1000 * (a["ms_per_token"][p] - b["ms_per_token"][p]) / (a["layers"] - b["layers"]), 2) for p in ("p50", "p99")}
+result = {"what": "a layer: the difference of two steps by that of their layers", "us_per_layer": us, "layers": {"glm52-mla": a["layers"], "glm52-mla-8": b["layers"]}, "commit": a["commit"], "from": files}
+json.dump(result, open("%s/glm52-mla%s-layer.json" % (out, suffix), "w"), indent=1)
 print("glm52-mla%s: %.2f us a layer" % (suffix, us["p50"]))
 END
 }
 
 mkdir -p "$OUT"
 if [ -e /dev/nvidiactl ]; then
-    for p in ${PRESETS:-kimi-linear-48b moonlight-16b glm-4.7-flash qwen3-coder-next-80b qwen3.6-35b-a3b llama-3.2-1b glm52-mla}; do
+    for p in $PRESETS; do
         preset "$p" || { echo "bench: $p failed" >&2; bad=1; kill -9 $pid 2>/dev/null; }
         if [ "$p" = glm52-mla ]; then # as the published figure has it
             for run in "$p fp8" "$p-8 fp8" "$p-8 bf16"; do

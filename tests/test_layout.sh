@@ -44,7 +44,7 @@ check("every one of %d control instructions is read and written alike" % len(c.t
 
 m = layout.Moved(k, [0] * c.n)
 check("nothing known, nothing moved", proves(k, m) and [s[0] for s in m.order] == sorted(s[0] for s in m.order))
-models, strange = layout.models_of(k, layout.read_profile("megakernel/layout.txt"))
+models, rank, strange = layout.models_of(k, layout.read_profile("megakernel/layout.txt"))
 check("layout.txt is of this kernel: %d functions are not" % strange, any(models))
 random.seed(1)
 for turn in range(3):
@@ -53,16 +53,16 @@ for turn in range(3):
         first, who = random.randrange(c.n), random.randrange(1, 8)
         for i in range(first, min(first + random.randrange(20, 2000), c.n)):
             odd[i] |= who
-    m = layout.moved(k, odd)
+    m = layout.moved(k, odd, rank)
     check("code in a random order, %d: %d branches added, %d turned round" % (turn, m.added, m.turned), m.added + m.turned > 20 and proves(k, m))
-m = layout.moved(k, models)
+m = layout.moved(k, models, rank)
 check("code in the order of layout.txt", proves(k, m))
 data = bytearray(open(laid, "rb").read())
 check("which is what was linked", any(b"".join(layout.struct.pack("<QQ", *w) for w in m.word) == e.bytes(".text." + k.name) for e in (layout.Elf(data, at) for at in layout.cubins(data))))
 
 # a proof that cannot fail proves nothing
 def spoiled(name, spoil):
-    bad = layout.moved(k, models)
+    bad = layout.moved(k, models, rank)
     spoil(bad)
     check("found: " + name, not proves(k, bad))
 
