@@ -2,7 +2,7 @@
 # make bench: decoding speed through the daemon. On a GPU: the presets (full-size models, synthetic weights) at pinned positions, and the small checkpoint; without
 # one: the small checkpoint on the twin. Builds nothing; JSON goes to $OUT (default: profiles/results), plots of it to $OUT/plots.
 #   PRESETS="kimi-linear-48b ..."  which presets (default: all)
-#   SHORT=1                        context 2,048 and one row only: two or three presets in three minutes; without it everything in ten
+#   SHORT=1                        context 2,048 and one row only: two or three presets in three minutes; without it everything in about a quarter of an hour (added up: no job has run it whole)
 #   CTX, ROWS, STEPS               what to measure, overriding both; BASELINE_STEPS=0 leaves the baselines out
 cd "$(dirname "$0")/.." || exit 2
 . profiles/presets.sh
