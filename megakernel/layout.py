@@ -2,15 +2,17 @@
 """Where the kernel's code lies. What a step executes is put side by side, in front of what it does not, in an object file or a program that nvcc has made.
 
     layout.py apply FILE PROFILE            moves the code of FILE's kernels, in place; proves first that nothing but places changes
-    layout.py learn FILE PROFILE CSV...     makes PROFILE: FILE has the kernel as nvcc made it, CSV is a step of the model that it is named after, as ncu has executed it (profiles/layout.sh)
+    layout.py learn FILE PROFILE CSV... [-- CSV...]
+                                            makes PROFILE: FILE has the kernel as nvcc made it, CSV is a step of the model that it is named after, as ncu has executed it
+                                            (profiles/layout.sh); behind --: a step of several rows
     layout.py show FILE PROFILE             what apply would do
 
 Why: the SMs of a GPC share a cache of 128 KB of instructions, a layer executes more than that, and a jump to where nobody has been lately takes 300 clocks. ptxas leaves what
 hardly ever runs where the source has it: between two things that always run. (profiles/NOTES.md, twenty-ninth session, has what moving it is worth.)
 
 How: a kernel is one run of 16-byte instructions, behind its entry the functions that it calls. It is cut at the places where control may turn, into segments of what the same models
-execute; first come those that all execute, so that a model finds its code in a few long runs. Segments are put in that order, and what relates to places is mended: relative targets,
-return addresses (a call's is moved into a register before it), tables of branches, symbols, the lists of places in .nv.info. Where a segment went on into the next one and does no
+execute; first come those that all execute, so that a model finds its code in a few long runs, and last what steps of several rows execute beside. Segments are put in that order, and
+what relates to places is mended: relative targets, return addresses (a call's is moved into a register before it), tables of branches, symbols, the lists of places in .nv.info. Where a segment went on into the next one and does no
 longer, a branch is added; where a branch led to what is now behind it, it is turned round or left out. Line numbers (-lineinfo) are those of the code before: profile a build without
 this step (profiles/onestep).
 
@@ -33,6 +35,7 @@ MOVES = (0x802, 0x424)  # MOV, IMAD.MOV of 32 bits
 BRANCH = (0x0000000000007947, 0x000FEA0003800000)  # an unconditional one, five clocks, that waits for nothing
 TURNED_STALL = 11  # clocks that a branch which was turned round leaves to what now follows it, and used to follow a jump
 EXECUTED = 256  # warps of all workers in a step: what fewer execute is not moved to the front
+SEVERAL = 16  # models from this bit on: their steps of several rows; only of what no step of one row executes, whose order they leave as it is
 GAPS = (4, 8, 16, 32, 64, 128)  # so many instructions of another kind stay between two segments of one, a branch around them being one, too; more if there is no room for the branches
 
 
@@ -193,6 +196,24 @@ def kernels(data):
 # ---- the new order --------------------------------------------------------------------------------------------------
 
 
+def of_one(who):
+    """Of those who execute something, steps of one row."""
+    return who & (1 << SEVERAL) - 1
+
+
+def join(blocks, gap, kind_of, may_be_of):
+    """Blocks between two of one kind become of that kind, if they are short and may."""
+    j = 1
+    while j < len(blocks):
+        kind, following = kind_of(blocks[j - 1][2]), j
+        while following < len(blocks) and kind_of(blocks[following][2]) != kind and blocks[following][1] - blocks[j][0] <= gap and may_be_of(blocks[following][2]):
+            following += 1
+        if kind and following < len(blocks) and kind_of(blocks[following][2]) == kind:
+            for b in blocks[j:following]:
+                b[2] = kind
+        j = max(j + 1, following)
+
+
 def segments(k, models, gap):
     """[first, end, models, function]: what lies together, in the order of now. models: of each instruction those that execute it, a bit each."""
     c, leads = k.code, [False] * (k.code.n + 1)
@@ -212,17 +233,11 @@ def segments(k, models, gap):
         blocks, begin = [], first
         for i in range(first + 1, end + 1):
             if i == end or (leads[i] or c.op[i - 1] in SPLIT or c.op[i - 1] == EXIT) and not whole[i]:
-                blocks.append([begin, i, functools.reduce(operator.or_, models[begin:i]), f])
+                who = functools.reduce(operator.or_, models[begin:i])
+                blocks.append([begin, i, of_one(who) or who, f])
                 begin = i
-        j = 1
-        while j < len(blocks):
-            kind, following = blocks[j - 1][2], j
-            while following < len(blocks) and blocks[following][2] != kind and blocks[following][1] - blocks[j][0] <= gap:
-                following += 1
-            if kind and following < len(blocks) and blocks[following][2] == kind:
-                for b in blocks[j:following]:
-                    b[2] = kind
-            j = max(j + 1, following)
+        join(blocks, gap, of_one, lambda who: True)
+        join(blocks, gap, lambda who: 0 if of_one(who) else who, lambda who: not of_one(who))
         for b in blocks:
             if result and result[-1][2:] == b[2:]:
                 result[-1][1] = b[1]
@@ -237,7 +252,7 @@ class Moved:
     def __init__(self, k, models, rank=None, gap=GAPS[0]):
         c, rank = k.code, rank or [0] * len(k.functions)
         entry, *others = segments(k, models, gap)
-        self.order = [entry] + sorted(others, key=lambda s: (-bin(s[2]).count("1"), s[2], rank[s[3]]))
+        self.order = [entry] + sorted(others, key=lambda s: (not s[2], not of_one(s[2]), -bin(s[2]).count("1"), s[2], rank[s[3]]))
         self.added = self.turned = self.dropped = 0
         out, at = [], [None] * c.n  # out: (word, the old place that it leads to or None, the old place that it comes from or None)
         for s, after in zip(self.order, self.order[1:] + [None]):
@@ -429,19 +444,24 @@ def counts_of(path):
     return counts
 
 
-def learn(file, path, pages):
+def learn(file, path, pages, several):
     """Functions that PROFILE has already keep their order there: that in which a layer calls them is worth 1 % of a step in some models."""
     known = list(read_profile(path)) if os.path.exists(path) else []
     k = max(kernels(bytearray(open(file, "rb").read())), key=lambda k: k.code.n)
     models = [0] * k.code.n
-    for bit, page in enumerate(pages):
+    if len(pages) > SEVERAL:
+        raise Refused("expected at most %d steps of one row, found %d" % (SEVERAL, len(pages)))
+    for bit, page in [*enumerate(pages), *enumerate(several, SEVERAL)]:
         counts = counts_of(page)
         if len(counts) != k.code.n:
             raise Refused("%s: expected %d instructions, the kernel of %s, found %d" % (page, k.code.n, file, len(counts)))
-        models = [m | (n >= EXECUTED) << bit for m, n in zip(models, counts)]
+        models = [m | (n >= EXECUTED and (bit < SEVERAL or not of_one(m))) << bit for m, n in zip(models, counts)]
+    names = lambda paths: " ".join(os.path.basename(p).rsplit(".", 1)[0] for p in paths)
     with open(path, "w") as f:
         f.write("# What a step of one row executes of the kernel, by profiles/layout.sh: function, digest of its code, ranges of its instructions and by which models. megakernel/layout.py reads it.\n")
-        f.write("# Models, from bit 0 on: %s\n" % " ".join(os.path.basename(p).rsplit(".", 1)[0] for p in pages))
+        f.write("# Models, from bit 0 on: %s\n" % names(pages))
+        if several:
+            f.write("# And what a step of several rows executes beside, from bit %d on: %s\n" % (SEVERAL, names(several)))
         for first, end, name in sorted(k.functions, key=lambda f: known.index(f[2]) if f[2] in known else len(known)):
             runs = [(len(list(g)), who) for who, g in itertools.groupby(models[first:end])]
             at = itertools.accumulate([n for n, _ in runs], initial=0)
@@ -457,7 +477,8 @@ def main(argv):
     what, file, path = argv[1:4]
     try:
         if what == "learn":
-            learn(file, path, argv[4:])
+            rows = argv.index("--") if "--" in argv else len(argv)
+            learn(file, path, argv[4:rows], argv[rows + 1 :])
             return 0
         profile = read_profile(path)
         data = bytearray(open(file, "rb").read())

@@ -1,4 +1,4 @@
-/* profiles/onestep: single steps of a preset with synthetic weights, a launch each, for ncu to look into (profiles/layout.sh): one row, greedy, at a context that was never written. It is linked
+/* profiles/onestep: single steps of a preset with synthetic weights, a launch each, for ncu to look into (profiles/layout.sh): rows of one stream, greedy, at a context that was never written. It is linked
  * with the kernel as nvcc made it (Makefile), so that its code is in the order that megakernel/layout.py and line numbers know. */
 #include "ipc/mkctl.h"
 #include "megakernel/twin.h"
@@ -34,7 +34,7 @@ static int open_slot(mk_gpu *g, uint32_t pages, mk_err *err)
     return rc;
 }
 
-static int run(const mk_preset *p, uint32_t context, uint32_t steps, mk_err *err)
+static int run(const mk_preset *p, uint32_t context, uint32_t rows, uint32_t steps, mk_err *err)
 {
     mk_synthetic made = {0};
     mk_insn *insn = NULL;
@@ -48,10 +48,13 @@ static int run(const mk_preset *p, uint32_t context, uint32_t steps, mk_err *err
     for (uint32_t i = 0; i < steps && !rc; i++) {
         mk_step s;
         memset(&s, 0, sizeof s);
-        s.nrows = s.any_logits = 1;
-        s.row[0].token = (1234 + 77 * i) % made.model->vocab;
-        s.row[0].pos = context;
-        s.row[0].flags = MK_ROW_LOGITS | MK_ROW_SAMPLE | MK_ROW_GREEDY;
+        s.nrows = rows;
+        s.any_logits = 1;
+        for (uint32_t r = 0; r < rows; r++) {
+            s.row[r].token = (1234 + 77 * (i * rows + r)) % made.model->vocab;
+            s.row[r].pos = context + r;
+            s.row[r].flags = MK_ROW_LOGITS | MK_ROW_SAMPLE | MK_ROW_GREEDY;
+        }
         rc = mk_gpu_once(made.gpu, insn, queue, &s, 1000 * (i + 1), 5000, err);
     }
     free(insn);
@@ -63,17 +66,19 @@ static int run(const mk_preset *p, uint32_t context, uint32_t steps, mk_err *err
 int main(int argc, char **argv)
 {
     const char *preset = "kimi-linear-48b";
-    uint32_t context = 2048, steps = 3;
+    uint32_t context = 2048, rows = 1, steps = 3;
     const mkctl_flag flag[] = {{"--preset", MKCTL_TEXT, &preset, "which"},
-                               {"--ctx", MKCTL_U32, &context, "position of the row"},
+                               {"--ctx", MKCTL_U32, &context, "position of the first row"},
+                               {"--rows", MKCTL_U32, &rows, "rows of a step"},
                                {"--steps", MKCTL_U32, &steps, "launches"}};
     argv[0] = (char *)"onestep";
     int rc = mkctl_flags(argc, argv, flag, sizeof flag / sizeof flag[0], NULL, 0, NULL);
     if (rc) return rc < 0 ? 0 : rc;
     const mk_preset *p = mk_preset_find(preset);
     if (!p) return mkctl_usage("onestep: no preset \"%s\", there are %s", preset, mk_preset_names());
-    if (!context || context > 1u << 24 || !steps || steps > 1000) return mkctl_usage("onestep: expected --ctx 1 to 16777216, --steps 1 to 1000");
+    if (!context || context > 1u << 24 || !rows || rows > MK_MAX_ROWS || !steps || steps > 1000)
+        return mkctl_usage("onestep: expected --ctx 1 to 16777216, --rows 1 to %u, --steps 1 to 1000", MK_MAX_ROWS);
     mk_err err = {0};
-    rc = run(p, context, steps, &err);
+    rc = run(p, context, rows, steps, &err);
     return rc ? mkctl_failed("onestep", &err) : MK_OK;
 }
