@@ -41,7 +41,7 @@ int mk_session_open(const mk_session_config *c, mk_session **out, mk_err *err)
     mk_twin_config tc = {.slots = slots, .context = context, .epoch0 = c->epoch0, .sweep = c->sweep};
     r->slots = slots;
     rc = c->preset ? mk_preset_model(c->preset, &r->model, err) : mk_model_read(c->dir, &r->model, err);
-    if (!rc && c->layers && c->layers < r->model->layers) r->model->layers = c->layers;
+    if (!rc && c->layers) mk_model_keep(r->model, c->layers);
     if (!rc) r->model->lm_head_mode = (uint8_t)c->lm_head, r->model->kv_cache = (uint8_t)c->kv_cache;
     if (rc || (!c->preset && (rc = mk_checkpoint_open(c->dir, &ck, err))) ||
         (rc = mk_model_resolve(r->model, ck, c->preset ? c->preset->weights : c->weights, err)) || (rc = mk_plan_make(r->model, &pc, &r->plan, err)) ||

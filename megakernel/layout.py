@@ -12,9 +12,9 @@ hardly ever runs where the source has it: between two things that always run. (p
 
 How: a kernel is one run of 16-byte instructions, behind its entry the functions that it calls. It is cut at the places where control may turn, into segments of what the same models
 execute; first come those that all execute, so that a model finds its code in a few long runs, and last what steps of several rows execute beside. Segments are put in that order, and
-what relates to places is mended: relative targets, return addresses (a call's is moved into a register before it), tables of branches, symbols, the lists of places in .nv.info. Where a segment went on into the next one and does no
-longer, a branch is added; where a branch led to what is now behind it, it is turned round or left out. Line numbers (-lineinfo) are those of the code before: profile a build without
-this step (profiles/onestep).
+what relates to places is mended: relative targets, return addresses (a call's is moved into a register before it), tables of branches, symbols, the lists of places in .nv.info. Where
+a segment went on into the next one and does no longer, a branch is added; where a branch led to what is now behind it, it is turned round or left out. Line numbers (-lineinfo) are
+those of the code before: profile a build without this step (profiles/onestep).
 
 The profile names functions by what they are and by a digest of their code, so it can be of an older build: a function that has changed since is moved as a whole, if it was executed at all."""
 import bisect
@@ -201,6 +201,11 @@ def of_one(who):
     return who & (1 << SEVERAL) - 1
 
 
+def owners(who):
+    """Of those who execute something, by whom its place goes: steps of one row, if there are any."""
+    return of_one(who) or who
+
+
 def join(blocks, gap, kind_of, may_be_of):
     """Blocks between two of one kind become of that kind, if they are short and may."""
     j = 1
@@ -233,8 +238,7 @@ def segments(k, models, gap):
         blocks, begin = [], first
         for i in range(first + 1, end + 1):
             if i == end or (leads[i] or c.op[i - 1] in SPLIT or c.op[i - 1] == EXIT) and not whole[i]:
-                who = functools.reduce(operator.or_, models[begin:i])
-                blocks.append([begin, i, of_one(who) or who, f])
+                blocks.append([begin, i, owners(functools.reduce(operator.or_, models[begin:i])), f])
                 begin = i
         join(blocks, gap, of_one, lambda who: True)
         join(blocks, gap, lambda who: 0 if of_one(who) else who, lambda who: not of_one(who))
@@ -455,8 +459,12 @@ def learn(file, path, pages, several):
         counts = counts_of(page)
         if len(counts) != k.code.n:
             raise Refused("%s: expected %d instructions, the kernel of %s, found %d" % (page, k.code.n, file, len(counts)))
-        models = [m | (n >= EXECUTED and (bit < SEVERAL or not of_one(m))) << bit for m, n in zip(models, counts)]
-    names = lambda paths: " ".join(os.path.basename(p).rsplit(".", 1)[0] for p in paths)
+        models = [m | (n >= EXECUTED) << bit for m, n in zip(models, counts)]
+    models = [owners(m) for m in models]
+
+    def names(paths):
+        return " ".join(os.path.basename(p).rsplit(".", 1)[0] for p in paths)
+
     with open(path, "w") as f:
         f.write("# What a step of one row executes of the kernel, by profiles/layout.sh: function, digest of its code, ranges of its instructions and by which models. megakernel/layout.py reads it.\n")
         f.write("# Models, from bit 0 on: %s\n" % names(pages))

@@ -41,6 +41,8 @@ baseline() { # preset context name: the other ways to launch the same step
     "$BUILD/profiles/baseline" --preset "$1" --ctx "$2" --steps "$BASELINE_STEPS" --out "$OUT/$3.json" >/dev/null
 }
 
+one_row_at_2048() { [[ ,$CTX, == *,2048,* && ,$ROWS, == *,1,* ]]; } # is measured
+
 preset() { # name mkd's flags...
     local base=()
     if [ $# = 1 ] && [ -x "$BUILD/profiles/baseline" ] && [ "$BASELINE_STEPS" != 0 ]; then
@@ -59,7 +61,7 @@ preset() { # name mkd's flags...
         "$BUILD/mkctl" bench --socket-dir "$dir" --prompt 32 --tokens 128 --repeat 20 --out "$OUT/$1-32-128.json" >/dev/null || return 1
     fi
     stop || return 1
-    if [ $# = 1 ] && [[ ,$CTX, == *,2048,* && ,$ROWS, == *,1,* ]]; then # the same step without its weights: what its chain takes
+    if [ $# = 1 ] && one_row_at_2048; then # the same step without its weights: what its chain takes
         start --device gpu --preset "$1" --unloaded yes --kv-tokens 32832 || return 1
         "$BUILD/mkctl" bench --socket-dir "$dir" --ctx 2048 --steps 500 --out-dir "$OUT" || return 1
         stop
@@ -90,7 +92,7 @@ if [ -e /dev/nvidiactl ]; then
                 CTX=2048 ROWS=1 preset ${run% *} --kv-cache ${run#* } || { echo "bench: ${run% *} with a cache of ${run#* } failed" >&2; bad=1; kill -9 $pid 2>/dev/null; }
             done
             layer -cache-fp8 || bad=1
-            [[ ,$CTX, != *,2048,* || ,$ROWS, != *,1,* ]] || layer "" || bad=1
+            ! one_row_at_2048 || layer "" || bad=1
         fi
     done
     [ -n "${SHORT:-}" ] || growing gpu-english 256 1000 --device gpu --context 4096 --model tests/english/checkpoint || bad=1
