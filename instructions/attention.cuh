@@ -1,9 +1,9 @@
 /* MLA on the device: up to 16 query heads over one split of a row's cache, on tensor cores; and what GQA_PARTIAL shares with it.
  *
  * A page of 64 tokens at a time. A warp reads, once, straight from L2 into registers, two blocks of 32 channels of all its tokens, which are keys and values. All these
- * loads are under way before the queries are there, and the next page's as soon as a register is free; a split's page after that is prefetched into L2.
+ * loads are under way before the queries are there, and the next page's as soon as a register is free; a split's page after that is prefetched into L2, by those together who read it.
  *   scores   a warp's: of its channels alone, heads by eight (the right operand; tokens are the left one's rows), into shared memory
- *   softmax  warp w has heads w and w + 8: adds the warps' scores, p = exp(s - max) rounded to bf16, a running maximum; sum p adds the same rounded p
+ *   softmax  warp w has heads w and w + 8: adds the warps' scores, p = exp(s - max) rounded to bf16, a running maximum; sum p adds the same rounded p, by lanes until the end
  *   sums     the registers, transposed, times p: a warp has its own channels
  * Of a cache in FP8 (instructions/latent.h) the registers take codes and scales, and are opened to the bf16 values that these stand for, exactly, when the page's turn comes.
  * Queries lie in the staging area in bf16, a second plane (x - bf16(x)) beside those blocks that bf16 does not hold exactly. Two barriers a page.
@@ -28,6 +28,7 @@ typedef struct mk_att {
     uint32_t n, heads;      /* tokens */
     float scale;
     uint32_t rest_at;       /* FP8: bytes from a token's first code to its rotated key, less 2 nv */
+    uint32_t ask_at, ask;   /* what it brings of every page to L2, in bytes: items of one split share that */
     const uint8_t *base;    /* page 0's first key */
     float *dst;             /* partial of the first head; the others follow */
     uint32_t first;         /* token */
@@ -38,10 +39,10 @@ typedef struct mk_att {
 #define MK_ATT_SCORES (MK_WARPS * MK_ATT_HEADS * MK_PAGE * 4) /* bytes: a warp's channels, head, token */
 typedef struct mk_att_shared {
     alignas(16) uint32_t p[MK_ATT_HEADS][MK_ATT_P_WORDS]; /* bf16, two tokens a word */
-    float max[MK_ATT_HEADS], sum[MK_ATT_HEADS];           /* so far */
     float shrink[MK_ATT_HEADS];                           /* what earlier pages' sums are multiplied with */
     uint32_t page[MK_ATT_PAGES];                          /* of the split */
-    alignas(16) uint4 item[3];                            /* mk_att as far as its pointers */
+    alignas(16) uint4 item[3];                            /* of mk_att */
+    uint2 ask;
 } mk_att_shared;
 #define MK_ATT_ROOM (MK_STAGING + MK_RED_FLOATS * 4 - (sizeof(mk_att_shared) + 15) / 16 * 16) /* before it */
 static_assert(offsetof(mk_shared, red) == offsetof(mk_shared, staging) + MK_STAGING, "one area");
@@ -75,7 +76,7 @@ MK_DEV uint4 mk_att_word(mk_shared *sh, uint32_t i)
 MK_DEV mk_att mk_att_numbers(mk_shared *sh)
 {
     const uint4 a = mk_att_word(sh, 0), b = mk_att_word(sh, 1);
-    mk_att x = {a.x, a.y, a.z, a.w, b.x, b.y, __uint_as_float(b.z), b.w, 0, 0, 0, 0};
+    mk_att x = {a.x, a.y, a.z, a.w, b.x, b.y, __uint_as_float(b.z), b.w, 0, 0, 0, 0, 0, 0};
     return x;
 }
 MK_DEV const uint8_t *mk_att_base(mk_shared *sh)
@@ -96,6 +97,7 @@ MK_DEV void mk_att_keep(mk_shared *sh, const mk_att *x)
     to[0] = make_uint4(x->nk, x->nv, x->fine, x->bytes);
     to[1] = make_uint4(x->n, x->heads, __float_as_uint(x->scale), x->rest_at);
     to[2] = make_uint4((uint32_t)base, (uint32_t)(base >> 32), (uint32_t)dst, (uint32_t)(dst >> 32));
+    mk_att_sh(sh)->ask = make_uint2(x->ask_at, x->ask);
 }
 /* A block of 32 values of 16 rows (heads) as two left operands of mma m16n8k16: 512 bytes each, a lane's four registers side by side. Lane (g, l) has values
  * 8 l .. 8 l + 7 of rows g and g + 8, four of them in each operand. Where value c of row h of a plane lies; an even c's neighbour follows it. */
@@ -230,11 +232,10 @@ MK_DEV const uint8_t *mk_att_page(const mk_gpu_args *a, const uint8_t *base, uin
 {
     return base + id * a->kv_page_bytes;
 }
-/* What is read of a page, on its way to L2. */
-MK_DEV void mk_att_prefetch(const uint8_t *page, uint32_t span)
+/* `bytes` on their way to L2, by one thread; both multiples of 16. */
+MK_DEV void mk_att_prefetch(const uint8_t *at, uint32_t bytes)
 {
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x * 128; i < span; i += MK_COMPUTE * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(page + i));
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes));
 }
 
 /* 1 / x of a sum of p, which is neither tiny nor huge. */
@@ -447,7 +448,9 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
 {
     constexpr uint32_t H = 8 * NH, NB = 2; /* blocks of values */
     mk_att_shared *s = mk_att_sh(sh);
-    float acc[NB][2][NH][4];
+    float acc[NB][2][NH][4], top[NH], sum[NH]; /* of the warp's heads: the largest score so far, the lane's part of sum p */
+#pragma unroll
+    for (uint32_t n = 0; n < NH; n++) top[n] = -INFINITY, sum[n] = 0;
 #pragma unroll
     for (uint32_t n = 0; n < NH; n++)
 #pragma unroll
@@ -463,7 +466,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
             const mk_att_share w = mk_att_deal(x.nv);
             const uint32_t tokens = min(left, (uint32_t)MK_PAGE), g = w.lane >> 2, l = w.lane & 3;
             const uint8_t *q = sh->staging + w.lane * 16, *qf = q + mk_att_plane_bytes(blocks) - mk_att_plane_bytes(fine); /* the second plane, had block 0 one */
-            if (left > 2 * MK_PAGE) mk_att_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]), x.bytes * MK_PAGE);
+            if (left > 2 * MK_PAGE && threadIdx.x == 0) mk_att_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]) + s->ask.x, s->ask.y);
             const uint32_t b0 = x.nv / 32 + w.rest;
             uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
             if (NH > 1) mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b0, tokens); /* no room in shared memory */
@@ -521,7 +524,6 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
         }
         mk_sync();
 
-        float sum[NH]; /* of the lane */
         { /* softmax: a lane has tokens 2 lane and 2 lane + 1 */
             const mk_att x = mk_att_numbers(sh);
             const mk_att_share w = mk_att_deal(0);
@@ -530,32 +532,22 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
 #pragma unroll
             for (uint32_t n = 0; n < NH; n++) {
                 const uint32_t h = n * 8 + w.warp;
-                sum[n] = 0;
                 if (h >= x.heads) continue;
-                const float before = s->max[h];
                 const float *from = score + h * MK_PAGE + (t ^ (h & 7) * 8);
                 float2 c[MK_WARPS];
 #pragma unroll
-                for (uint32_t k = 0; k < MK_WARPS; k++) {
-                    c[k] = *(const float2 *)(from + k * H * MK_PAGE);
-                }
+                for (uint32_t k = 0; k < MK_WARPS; k++) c[k] = *(const float2 *)(from + k * H * MK_PAGE);
 #pragma unroll
                 for (uint32_t k = MK_WARPS / 2; k; k >>= 1)
 #pragma unroll
                     for (uint32_t j = 0; j < k; j++) c[j].x = __fadd_rn(c[j].x, c[j + k].x), c[j].y = __fadd_rn(c[j].y, c[j + k].y);
-                const float a = t < tokens ? __fmul_rn(c[0].x, x.scale) : -INFINITY, b = t + 1 < tokens ? __fmul_rn(c[0].y, x.scale) : -INFINITY;
-                float top = fmaxf(a, b);
-                if (NH > 1 && FP8) /* no register is left */
-#pragma unroll
-                    for (int k = 16; k; k >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, k));
-                else
-                    top = mk_warp_top(top);
-                top = fmaxf(top, before);
-                const uint32_t p = mk_pack_bf16(mk_exp_fast(a - top), mk_exp_fast(b - top));
+                const float a = t < tokens ? __fmul_rn(c[0].x, x.scale) : -INFINITY, b = t + 1 < tokens ? __fmul_rn(c[0].y, x.scale) : -INFINITY, before = top[n];
+                top[n] = fmaxf(mk_warp_top(fmaxf(a, b)), before);
+                const uint32_t p = mk_pack_bf16(mk_exp_fast(a - top[n]), mk_exp_fast(b - top[n]));
+                const float shrink = mk_exp_fast(before - top[n]);
                 s->p[h][w.lane] = p;
-                __syncwarp(); /* all have read the maximum before */
-                if (w.lane == 0) s->max[h] = top, s->shrink[h] = mk_exp_fast(before - top);
-                sum[n] = __fadd_rn(mk_bf16_value(p & 0xffffu), __uint_as_float(p & 0xffff0000u));
+                if (w.lane == 0) s->shrink[h] = shrink;
+                sum[n] = __fmaf_rn(sum[n], shrink, __fadd_rn(mk_bf16_value(p & 0xffffu), __uint_as_float(p & 0xffff0000u)));
             }
         }
         mk_sync();
@@ -580,12 +572,6 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
 #pragma unroll
                         for (uint32_t k = 0; k < 8; k++) acc[i][k / 4][n][k % 4] = __fmul_rn(acc[i][k / 4][n][k % 4], k & 1 ? shrink.y : shrink.x);
                 }
-#pragma unroll
-            for (uint32_t n = 0; n < NH; n++) {
-                const uint32_t h = n * 8 + w.warp;
-                const float all = mk_warp_sum(sum[n]);
-                if (w.lane == 0) s->sum[h] = __fmaf_rn(s->sum[h], s->shrink[h], all);
-            }
 #pragma unroll
             for (uint32_t k = 0; k < 4; k++) {
                 uint32_t p0[NH], p1[NH];
@@ -615,10 +601,11 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
     const mk_att_share w = mk_att_deal(x.nv);
     const uint32_t group = w.lane >> 2, l = w.lane & 3, floats = x.nv + 4, c = w.block * 32 + 4 * group;
     float *dst = mk_att_dst(sh);
-    if (NH > 1) __syncwarp(); /* lane 0 has written the sum that lane 1 reads */
-    if (w.lane < NH && w.lane * 8 + w.warp < x.heads) { /* the warp's own */
-        const uint32_t h = w.lane * 8 + w.warp;
-        __stcg((float2 *)(dst + (h * floats + x.nv)), make_float2(s->max[h], s->sum[h]));
+#pragma unroll
+    for (uint32_t n = 0; n < NH; n++) {
+        const uint32_t h = n * 8 + w.warp;
+        const float all = mk_warp_sum(sum[n]);
+        if (w.lane == n && h < x.heads) __stcg((float2 *)(dst + (h * floats + x.nv)), make_float2(top[n], all));
     }
     dst += 2 * l * floats + c;
 #pragma unroll
@@ -660,9 +647,8 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin(const mk_dev *d, const
     mk_sync();
     if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE));
     if (d->tid < n) s->page[d->tid] = id;
-    if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
     if (d->tid == 0) mk_att_keep(d->sh, x);
-    if (n > 1) mk_att_prefetch(mk_att_page(d->a, x->base, id1), x->bytes * MK_PAGE);
+    if (n > 1 && d->tid == 0) mk_att_prefetch(mk_att_page(d->a, x->base, id1) + x->ask_at, x->ask);
     mk_trace_bytes(d, x->n * x->bytes);
 }
 
@@ -679,10 +665,9 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, c
     }
     mk_sync();
     if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE));
-    if (d->tid < MK_ATT_HEADS) s->max[d->tid] = -INFINITY, s->sum[d->tid] = 0;
     if (d->tid == 0) mk_att_keep(d->sh, x);
     if (d->tid < n) s->page[d->tid] = id;
-    if (n > 1) mk_att_prefetch(mk_att_page(d->a, x->base, id1), x->bytes * MK_PAGE);
+    if (n > 1 && d->tid == 0) mk_att_prefetch(mk_att_page(d->a, x->base, id1) + x->ask_at, x->ask);
     mk_trace_bytes(d, x->n * x->bytes);
 }
 

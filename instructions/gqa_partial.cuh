@@ -82,6 +82,14 @@ MK_DEV void mk_gqa_load_block(uint4 *v, const mk_gqa_split *x, uint32_t ids, uin
     }
 }
 
+/* The warp's tokens' keys and values of the T pages from number `page` on, on their way to L2, by as many lanes as there are pieces. Farther ahead than what the registers take next is slower
+ * (a measurement: profiles/NOTES.md). */
+template <uint32_t T> MK_DEV void mk_gqa_prefetch(const mk_gqa_split *x, uint32_t ids, uint32_t page, uint32_t warp, uint32_t lane)
+{
+    const uint32_t k = page + lane / 2, id = __shfl_sync(0xffffffffu, ids, k & 31);
+    if (lane < 2 * T && k * MK_PAGE + warp * 8 < x->n) mk_att_prefetch(x->base + id * x->page_bytes + (lane % 2 * MK_PAGE + warp * 8) * x->dim * 2, 16 * x->dim);
+}
+
 /* Ids of the pages from number `page` (a multiple of 32) on. */
 MK_DEV uint32_t mk_gqa_ids(const mk_gqa_split *x, uint32_t page, uint32_t lane)
 {
@@ -115,6 +123,7 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
         const uint32_t first = page * MK_PAGE + warp * 8, next = page + T; /* the warp's first token */
         const bool more = next * MK_PAGE < x->n;
         if (more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
+        if (more) mk_gqa_prefetch<T>(x, ids, next, warp, lane);
         if (first < x->n) {
             if (fresh < first + T * MK_PAGE) {
 #pragma unroll
@@ -198,6 +207,7 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
         const uint32_t first = page * MK_PAGE, next = page + 1, end = ONE ? x->n : sees;
         const bool more = next * MK_PAGE < x->n;
         if (more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
+        if (more) mk_gqa_prefetch<1>(x, ids, next, warp, lane);
         if (fresh < first + MK_PAGE) {
             const uint8_t *key = mk_gqa_fresh(sh) + 16 * l, *value = mk_gqa_fresh(sh) + 2 * (x->dim + block);
 #pragma unroll

@@ -4,15 +4,15 @@
     layout.py apply FILE PROFILE            moves the code of FILE's kernels, in place; proves first that nothing but places changes
     layout.py learn FILE PROFILE CSV... [-- CSV...]
                                             makes PROFILE: FILE has the kernel as nvcc made it, CSV is a step of the model that it is named after, as ncu has executed it
-                                            (profiles/layout.sh); behind --: a step of several rows
+                                            (profiles/layout.sh); behind --: a step of several rows, or at a long context
     layout.py show FILE PROFILE             what apply would do
 
 Why: the SMs of a GPC share a cache of 128 KB of instructions, a layer executes more than that, and a jump to where nobody has been lately takes 300 clocks. ptxas leaves what
 hardly ever runs where the source has it: between two things that always run. (profiles/NOTES.md, twenty-ninth session, has what moving it is worth.)
 
 How: a kernel is one run of 16-byte instructions, behind its entry the functions that it calls. It is cut at the places where control may turn, into segments of what the same models
-execute; first come those that all execute, so that a model finds its code in a few long runs, and last what steps of several rows execute beside. Segments are put in that order, and
-what relates to places is mended: relative targets, return addresses (a call's is moved into a register before it), tables of branches, symbols, the lists of places in .nv.info. Where
+execute; first come those that all execute, so that a model finds its code in a few long runs, and last what steps of several rows, or at a long context, execute beside. Segments are put
+in that order, and what relates to places is mended: relative targets, return addresses (a call's is moved into a register before it), tables of branches, symbols, the lists of places in .nv.info. Where
 a segment went on into the next one and does no longer, a branch is added; where a branch led to what is now behind it, it is turned round or left out. Line numbers (-lineinfo) are
 those of the code before: profile a build without this step (profiles/onestep).
 
@@ -35,7 +35,7 @@ MOVES = (0x802, 0x424)  # MOV, IMAD.MOV of 32 bits
 BRANCH = (0x0000000000007947, 0x000FEA0003800000)  # an unconditional one, five clocks, that waits for nothing
 TURNED_STALL = 11  # clocks that a branch which was turned round leaves to what now follows it, and used to follow a jump
 EXECUTED = 256  # warps of all workers in a step: what fewer execute is not moved to the front
-SEVERAL = 16  # models from this bit on: their steps of several rows; only of what no step of one row executes, whose order they leave as it is
+BESIDE = 16  # models from this bit on: their steps of several rows, or at a long context; only of what no other step executes, whose order they leave as it is
 GAPS = (4, 8, 16, 32, 64, 128)  # so many instructions of another kind stay between two segments of one, a branch around them being one, too; more if there is no room for the branches
 
 
@@ -198,7 +198,7 @@ def kernels(data):
 
 def of_one(who):
     """Of those who execute something, steps of one row."""
-    return who & (1 << SEVERAL) - 1
+    return who & (1 << BESIDE) - 1
 
 
 def owners(who):
@@ -448,14 +448,14 @@ def counts_of(path):
     return counts
 
 
-def learn(file, path, pages, several):
+def learn(file, path, pages, beside):
     """Functions that PROFILE has already keep their order there: that in which a layer calls them is worth 1 % of a step in some models."""
     known = list(read_profile(path)) if os.path.exists(path) else []
     k = max(kernels(bytearray(open(file, "rb").read())), key=lambda k: k.code.n)
     models = [0] * k.code.n
-    if len(pages) > SEVERAL:
-        raise Refused("expected at most %d steps of one row, found %d" % (SEVERAL, len(pages)))
-    for bit, page in [*enumerate(pages), *enumerate(several, SEVERAL)]:
+    if len(pages) > BESIDE:
+        raise Refused("expected at most %d steps of one row, found %d" % (BESIDE, len(pages)))
+    for bit, page in [*enumerate(pages), *enumerate(beside, BESIDE)]:
         counts = counts_of(page)
         if len(counts) != k.code.n:
             raise Refused("%s: expected %d instructions, the kernel of %s, found %d" % (page, k.code.n, file, len(counts)))
@@ -468,8 +468,8 @@ def learn(file, path, pages, several):
     with open(path, "w") as f:
         f.write("# What a step of one row executes of the kernel, by profiles/layout.sh: function, digest of its code, ranges of its instructions and by which models. megakernel/layout.py reads it.\n")
         f.write("# Models, from bit 0 on: %s\n" % names(pages))
-        if several:
-            f.write("# And what a step of several rows executes beside, from bit %d on: %s\n" % (SEVERAL, names(several)))
+        if beside:
+            f.write("# And what a step of several rows, or at a long context, executes beside, from bit %d on: %s\n" % (BESIDE, names(beside)))
         for first, end, name in sorted(k.functions, key=lambda f: known.index(f[2]) if f[2] in known else len(known)):
             runs = [(len(list(g)), who) for who, g in itertools.groupby(models[first:end])]
             at = itertools.accumulate([n for n, _ in runs], initial=0)

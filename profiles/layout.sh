@@ -1,26 +1,32 @@
 #!/bin/bash
-# profiles/layout.sh: what a step of one row executes of the kernel, and what one of eight rows executes beside, for megakernel/layout.py, on the machine with the GPU (ncu, 90 GB of device memory;
-# some 20 seconds a preset and number of rows). Builds nothing; BUILD holds what `make tests` made. Writes $OUT/layout.txt (default: megakernel/layout.txt).
+# profiles/layout.sh: what a step of one row executes of the kernel, and what one of eight rows, or at context 32,768, executes beside, for megakernel/layout.py, on the machine with the GPU (ncu,
+# 90 GB of device memory; some 20 seconds a step). Builds nothing; BUILD holds what `make tests` made. Writes $OUT/layout.txt (default: megakernel/layout.txt).
 #   PRESETS="..."   of which the profile is to know (default: all)
 #   SEVERAL="..."   of which it is to know steps of eight rows (default: one of each kind of attention and of experts)
+#   FAR="..."       of which it is to know steps at context 32,768 (default: one of each kind of attention)
 cd "$(dirname "$0")/.." || exit 2
 . profiles/presets.sh
 SEVERAL=${SEVERAL-kimi-linear-48b glm-4.7-flash qwen3.6-35b-a3b llama-3.2-1b}
+FAR=${FAR-glm-4.7-flash qwen3.6-35b-a3b llama-3.2-1b}
 BUILD=${BUILD:-build}
 OUT=${OUT:-megakernel}
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-page() { # preset rows: of one step, by instructions of the kernel
+page() { # preset rows context: of one step, by instructions of the kernel
     ncu --clock-control none --replay-mode application --launch-skip 2 --launch-count 1 -k regex:mk_resident --metrics inst_executed -f -o "$dir/report" \
-        "$BUILD/profiles/onestep" --preset "$1" --rows "$2" >"$dir/log" 2>&1 && mkdir -p "$dir/$2" && ncu -i "$dir/report.ncu-rep" --page source --csv >"$dir/$2/$1.csv" || { cat "$dir/log" >&2; exit 1; }
+        "$BUILD/profiles/onestep" --preset "$1" --rows "$2" --ctx "$3" >"$dir/log" 2>&1 && mkdir -p "$dir/$2-$3" && ncu -i "$dir/report.ncu-rep" --page source --csv >"$dir/$2-$3/$1.csv" || { cat "$dir/log" >&2; exit 1; }
 }
-one=() several=()
+one=() beside=()
 for p in $PRESETS; do
-    page "$p" 1
-    one+=("$dir/1/$p.csv")
+    page "$p" 1 2048
+    one+=("$dir/1-2048/$p.csv")
 done
 for p in $SEVERAL; do
-    page "$p" 8
-    several+=("$dir/8/$p.csv")
+    page "$p" 8 2048
+    beside+=("$dir/8-2048/$p.csv")
 done
-python3 megakernel/layout.py learn "$BUILD/profiles/onestep" "$OUT/layout.txt" "${one[@]}" -- "${several[@]}"
+for p in $FAR; do
+    page "$p" 1 32768
+    beside+=("$dir/1-32768/$p.csv")
+done
+python3 megakernel/layout.py learn "$BUILD/profiles/onestep" "$OUT/layout.txt" "${one[@]}" -- "${beside[@]}"

@@ -61,11 +61,11 @@ data = bytearray(open(laid, "rb").read())
 check("which is what was linked", any(b"".join(layout.struct.pack("<QQ", *w) for w in m.word) == e.bytes(".text." + k.name) for e in (layout.Elf(data, at) for at in layout.cubins(data))))
 
 # steps of several rows: what they execute beside comes behind what those of one row do, whose order it does not touch
-beside = [who or (i // 3000 % 2) << layout.SEVERAL for i, who in enumerate(models)]
+beside = [who or (i // 3000 % 2) << layout.BESIDE for i, who in enumerate(models)]
 rows = layout.moved(k, beside, rank)
 one = [s for s in m.order[1:] if s[2]]
 check("code of several rows: proved, behind that of one row, which stays as it is", proves(k, rows) and [s for s in rows.order[1:] if s[2] & 127] == one and
-      [s[2] for s in rows.order[1 + len(one) :] if s[2]] == [1 << layout.SEVERAL] * sum(s[2] >> layout.SEVERAL for s in rows.order[1:]) != [])
+      [s[2] for s in rows.order[1 + len(one) :] if s[2]] == [1 << layout.BESIDE] * sum(s[2] >> layout.BESIDE for s in rows.order[1:]) != [])
 with tempfile.TemporaryDirectory() as d:
     def page(name, counts):
         with open(d + "/" + name, "w") as f:
@@ -75,7 +75,7 @@ with tempfile.TemporaryDirectory() as d:
     pages = [page("one.csv", [400 * (who & 1) for who in models]), page("two.csv", [400 * (who >> 1 & 1) + 255 for who in models])]
     layout.learn(plain, d + "/layout.txt", pages, [page("eight.csv", [i % 5 // 2 * 200 for i in range(c.n)])])
     learnt = layout.models_of(k, layout.read_profile(d + "/layout.txt"))
-    check("what is learnt of such pages is read again", learnt[2] == 0 and learnt[0] == [who & 3 or (i % 5 == 4) << layout.SEVERAL for i, who in enumerate(models)])
+    check("what is learnt of such pages is read again", learnt[2] == 0 and learnt[0] == [who & 3 or (i % 5 == 4) << layout.BESIDE for i, who in enumerate(models)])
 
 # a proof that cannot fail proves nothing
 def spoiled(name, spoil):
