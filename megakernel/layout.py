@@ -251,13 +251,13 @@ def segments(k, models, gap):
 
 
 class Moved:
-    """The kernel in another order: .word; .at, the new place of each instruction, or of what follows it if it is left out; .origin, the instruction of each new place, None: added."""
+    """The kernel in another order: .word; .gap; .at, the new place of each instruction, or of what follows it if it is left out; .origin, the instruction of each new place, None: added."""
 
     def __init__(self, k, models, rank=None, gap=GAPS[0]):
         c, rank = k.code, rank or [0] * len(k.functions)
         entry, *others = segments(k, models, gap)
         self.order = [entry] + sorted(others, key=lambda s: (not s[2], not of_one(s[2]), -bin(s[2]).count("1"), s[2], rank[s[3]]))
-        self.added = self.turned = self.dropped = 0
+        self.gap, self.added, self.turned, self.dropped = gap, 0, 0, 0
         out, at = [], [None] * c.n  # out: (word, the old place that it leads to or None, the old place that it comes from or None)
         for s, after in zip(self.order, self.order[1:] + [None]):
             follows = after[0] if after else None

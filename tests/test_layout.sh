@@ -60,12 +60,10 @@ check("code in the order of layout.txt", proves(k, m))
 data = bytearray(open(laid, "rb").read())
 check("which is what was linked", any(b"".join(layout.struct.pack("<QQ", *w) for w in m.word) == e.bytes(".text." + k.name) for e in (layout.Elf(data, at) for at in layout.cubins(data))))
 
-# steps of several rows: what they execute beside comes behind what those of one row do, whose order it does not touch
-beside = [who or (i // 3000 % 2) << layout.BESIDE for i, who in enumerate(models)]
-rows = layout.moved(k, beside, rank)
-one = [s for s in m.order[1:] if s[2]]
-check("code of several rows: proved, behind that of one row, which stays as it is", proves(k, rows) and [s for s in rows.order[1:] if s[2] & 127] == one and
-      [s[2] for s in rows.order[1 + len(one) :] if s[2]] == [1 << layout.BESIDE] * sum(s[2] >> layout.BESIDE for s in rows.order[1:]) != [])
+# what other steps execute beside comes behind what those of one row do, whose order it does not touch
+one = [s for s in layout.Moved(k, [layout.of_one(who) for who in models], rank, m.gap).order[1:] if s[2]]
+placed = [s for s in m.order[1:] if s[2]]
+check("code of other steps: behind that of one row, which stays as it is", placed[: len(one)] == one != placed and not any(layout.of_one(s[2]) for s in placed[len(one) :]))
 with tempfile.TemporaryDirectory() as d:
     def page(name, counts):
         with open(d + "/" + name, "w") as f:
