@@ -550,7 +550,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
              (a->seg = (mk_seg *)uploaded(g, "segments", seg, n_seg * sizeof *seg, err)) &&
              (a->seg_first = (uint32_t *)uploaded(g, "index of segments", first, 4ull * (W + 1), err));
     free(seg), free(plan), free(first), free(keys.key);
-    return ok ? MK_OK : MK_E_CAPACITY;
+    return rc ? rc : ok ? MK_OK : MK_E_CAPACITY;
 }
 
 /* What packet q of slice s carries, which begins with value `first` and has n. */
