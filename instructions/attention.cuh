@@ -41,8 +41,8 @@ typedef struct mk_att_shared {
     alignas(16) uint32_t p[MK_ATT_HEADS][MK_ATT_P_WORDS]; /* bf16, two tokens a word */
     float shrink[MK_ATT_HEADS];                           /* what earlier pages' sums are multiplied with */
     uint32_t page[MK_ATT_PAGES];                          /* of the split */
-    alignas(16) uint4 item[3];                            /* of mk_att */
-    uint2 ask;
+    alignas(16) uint4 item[3];                            /* of mk_att: up to rest_at, base, dst */
+    uint2 ask;                                            /* ask_at, ask */
 } mk_att_shared;
 #define MK_ATT_ROOM (MK_STAGING + MK_RED_FLOATS * 4 - (sizeof(mk_att_shared) + 15) / 16 * 16) /* before it */
 static_assert(offsetof(mk_shared, red) == offsetof(mk_shared, staging) + MK_STAGING, "one area");
@@ -76,7 +76,7 @@ MK_DEV uint4 mk_att_word(mk_shared *sh, uint32_t i)
 MK_DEV mk_att mk_att_numbers(mk_shared *sh)
 {
     const uint4 a = mk_att_word(sh, 0), b = mk_att_word(sh, 1);
-    mk_att x = {a.x, a.y, a.z, a.w, b.x, b.y, __uint_as_float(b.z), b.w, 0, 0, 0, 0, 0, 0};
+    mk_att x = {a.x, a.y, a.z, a.w, b.x, b.y, __uint_as_float(b.z), b.w};
     return x;
 }
 MK_DEV const uint8_t *mk_att_base(mk_shared *sh)
@@ -231,11 +231,6 @@ MK_DEV void mk_asked_take(mk_asked *k, const mk_dev *d, const mk_wait *w, uint32
 MK_DEV const uint8_t *mk_att_page(const mk_gpu_args *a, const uint8_t *base, uint32_t id)
 {
     return base + id * a->kv_page_bytes;
-}
-/* `bytes` on their way to L2, by one thread; both multiples of 16. */
-MK_DEV void mk_att_prefetch(const uint8_t *at, uint32_t bytes)
-{
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes));
 }
 
 /* 1 / x of a sum of p, which is neither tiny nor huge. */
@@ -466,7 +461,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
             const mk_att_share w = mk_att_deal(x.nv);
             const uint32_t tokens = min(left, (uint32_t)MK_PAGE), g = w.lane >> 2, l = w.lane & 3;
             const uint8_t *q = sh->staging + w.lane * 16, *qf = q + mk_att_plane_bytes(blocks) - mk_att_plane_bytes(fine); /* the second plane, had block 0 one */
-            if (left > 2 * MK_PAGE && threadIdx.x == 0) mk_att_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]) + s->ask.x, s->ask.y);
+            if (left > 2 * MK_PAGE && threadIdx.x == 0) mk_bulk_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]) + s->ask.x, s->ask.y);
             const uint32_t b0 = x.nv / 32 + w.rest;
             uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
             if (NH > 1) mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b0, tokens); /* no room in shared memory */
@@ -648,7 +643,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin(const mk_dev *d, const
     if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE));
     if (d->tid < n) s->page[d->tid] = id;
     if (d->tid == 0) mk_att_keep(d->sh, x);
-    if (n > 1 && d->tid == 0) mk_att_prefetch(mk_att_page(d->a, x->base, id1) + x->ask_at, x->ask);
+    if (n > 1 && d->tid == 0) mk_bulk_prefetch(mk_att_page(d->a, x->base, id1) + x->ask_at, x->ask);
     mk_trace_bytes(d, x->n * x->bytes);
 }
 
@@ -667,7 +662,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, c
     if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE));
     if (d->tid == 0) mk_att_keep(d->sh, x);
     if (d->tid < n) s->page[d->tid] = id;
-    if (n > 1 && d->tid == 0) mk_att_prefetch(mk_att_page(d->a, x->base, id1) + x->ask_at, x->ask);
+    if (n > 1 && d->tid == 0) mk_bulk_prefetch(mk_att_page(d->a, x->base, id1) + x->ask_at, x->ask);
     mk_trace_bytes(d, x->n * x->bytes);
 }
 

@@ -87,7 +87,7 @@ MK_DEV void mk_gqa_load_block(uint4 *v, const mk_gqa_split *x, uint32_t ids, uin
 template <uint32_t T> MK_DEV void mk_gqa_prefetch(const mk_gqa_split *x, uint32_t ids, uint32_t page, uint32_t warp, uint32_t lane)
 {
     const uint32_t k = page + lane / 2, id = __shfl_sync(0xffffffffu, ids, k & 31);
-    if (lane < 2 * T && k * MK_PAGE + warp * 8 < x->n) mk_att_prefetch(x->base + id * x->page_bytes + (lane % 2 * MK_PAGE + warp * 8) * x->dim * 2, 16 * x->dim);
+    if (lane < 2 * T && k * MK_PAGE + warp * 8 < x->n) mk_bulk_prefetch(x->base + id * x->page_bytes + (lane % 2 * MK_PAGE + warp * 8) * x->dim * 2, 16 * x->dim);
 }
 
 /* Ids of the pages from number `page` (a multiple of 32) on. */

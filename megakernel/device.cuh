@@ -572,6 +572,11 @@ MK_DEV void mk_bulk_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t
                  "l"(src), "r"(bytes), "r"(bar), "l"(policy)
                  : "memory");
 }
+/* On its way to L2. Multiples of 16. */
+MK_DEV void mk_bulk_prefetch(const uint8_t *src, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes));
+}
 /* True in one lane of the warp, and the compiler knows that it is one: a bulk copy is an instruction of the uniform datapath, for which it otherwise makes a loop over
  * lanes. All lanes call it. */
 MK_DEV bool mk_elect(void)

@@ -100,7 +100,7 @@ MK_DEV void mk_phase_prefetch(const mk_gpu_args *a)
         bytes = (bytes < left ? bytes : left) & ~127u;
         for (uint32_t at = 0; at < bytes; at += 16384) {
             uint32_t n = bytes - at < 16384 ? bytes - at : 16384;
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(a->tape + s.base + at), "r"(n) : "memory");
+            mk_bulk_prefetch(a->tape + s.base + at, n);
         }
         left -= bytes;
         if (bytes < 128) break;

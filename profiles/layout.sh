@@ -13,20 +13,15 @@ OUT=${OUT:-megakernel}
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 page() { # preset rows context: of one step, by instructions of the kernel
+    local csv=$dir/$2-$3/$1.csv
+    mkdir -p "${csv%/*}"
     ncu --clock-control none --replay-mode application --launch-skip 2 --launch-count 1 -k regex:mk_resident --metrics inst_executed -f -o "$dir/report" \
-        "$BUILD/profiles/onestep" --preset "$1" --rows "$2" --ctx "$3" >"$dir/log" 2>&1 && mkdir -p "$dir/$2-$3" && ncu -i "$dir/report.ncu-rep" --page source --csv >"$dir/$2-$3/$1.csv" || { cat "$dir/log" >&2; exit 1; }
+        "$BUILD/profiles/onestep" --preset "$1" --rows "$2" --ctx "$3" >"$dir/log" 2>&1 && ncu -i "$dir/report.ncu-rep" --page source --csv >"$csv" || { cat "$dir/log" >&2; exit 1; }
+    pages+=("$csv")
 }
-one=() beside=()
-for p in $PRESETS; do
-    page "$p" 1 2048
-    one+=("$dir/1-2048/$p.csv")
-done
-for p in $SEVERAL; do
-    page "$p" 8 2048
-    beside+=("$dir/8-2048/$p.csv")
-done
-for p in $FAR; do
-    page "$p" 1 32768
-    beside+=("$dir/1-32768/$p.csv")
-done
-python3 megakernel/layout.py learn "$BUILD/profiles/onestep" "$OUT/layout.txt" "${one[@]}" -- "${beside[@]}"
+pages=()
+for p in $PRESETS; do page "$p" 1 2048; done
+pages+=(--)
+for p in $SEVERAL; do page "$p" 8 2048; done
+for p in $FAR; do page "$p" 1 32768; done
+python3 megakernel/layout.py learn "$BUILD/profiles/onestep" "$OUT/layout.txt" "${pages[@]}"
