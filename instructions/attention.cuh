@@ -1,12 +1,15 @@
 /* MLA on the device: up to 16 query heads over one split of a row's cache, on tensor cores; and what GQA_PARTIAL shares with it.
  *
  * A page of 64 tokens at a time. A warp reads, once, straight from L2 into registers, two blocks of 32 channels of all its tokens, which are keys and values. All these
- * loads are under way before the queries are there, and the next page's as soon as a register is free; a split's page after that is prefetched into L2, by those together who read it.
+ * loads are under way before the queries are there. A split's other pages: in a step of one row by bulk copies into stages of the ring of weights, where the loader puts them beside everything
+ * else (RING; kernel.cu, feed_cache), and out of these as soon as a register is free; in others straight from L2 again, the page after the next being prefetched into it by those together who
+ * read it.
  *   scores   a warp's: of its channels alone, heads by eight (the right operand; tokens are the left one's rows), into shared memory
  *   softmax  warp w has heads w and w + 8: adds the warps' scores, p = exp(s - max) rounded to bf16, a running maximum; sum p adds the same rounded p, by lanes until the end
  *   sums     the registers, transposed, times p: a warp has its own channels
  * Of a cache in FP8 (instructions/latent.h) the registers take codes and scales, and are opened to the bf16 values that these stand for, exactly, when the page's turn comes.
  * Queries lie in the staging area in bf16, a second plane (x - bf16(x)) beside those blocks that bf16 does not hold exactly. Two barriers a page.
+ * Of 16 tokens a lane's row of the first tile of eight is one of the first eight, or, in every other lane, of the last eight, and then four further (mk_att_row): so stages are read.
  * The order of every sum is a function of the split alone. */
 #ifndef MK_ATTENTION_CUH
 #define MK_ATTENTION_CUH
@@ -16,7 +19,9 @@
 
 #define MK_ATT_HEADS  16u
 #define MK_ATT_PAGES  256u             /* of a split */
+#define MK_ATT_RING_ROPE 64u           /* rotary channels at most of a cache that comes through the ring: a warp has one block of their scores */
 #define MK_ATT_LATENT (64u * MK_WARPS) /* channels of a latent at most: a warp has 64 */
+#define MK_ATT_ABREAST 4u              /* tiles whose scores are worked out side by side: the products of one wait for each other */
 #define MK_ATT_P_WORDS 36u             /* of a head's probabilities: 32, and rows fall into different banks */
 static_assert(MK_PAGE == 64 && MK_WARPS == 8, "registers and lanes are dealt out for these");
 
@@ -40,7 +45,7 @@ typedef struct mk_att {
 typedef struct mk_att_shared {
     alignas(16) uint32_t p[MK_ATT_HEADS][MK_ATT_P_WORDS]; /* bf16, two tokens a word */
     float shrink[MK_ATT_HEADS];                           /* what earlier pages' sums are multiplied with */
-    uint32_t page[MK_ATT_PAGES];                          /* of the split */
+    uint32_t page[MK_ATT_PAGES];                          /* of the split; RING: the first */
     alignas(16) uint4 item[3];                            /* of mk_att: up to rest_at, base, dst */
     uint2 ask;                                            /* ask_at, ask */
 } mk_att_shared;
@@ -261,10 +266,17 @@ MK_DEV mk_att_left mk_att_query(const uint8_t *q, uint32_t block)
     const mk_att_left u = {*(const uint4 *)(q + block * 1024), *(const uint4 *)(q + block * 1024 + 512)};
     return u;
 }
+MK_DEV void mk_att_half(float *c, const mk_att_left *q, uint4 k, uint32_t second)
+{
+    if (second)
+        mk_mma(c, q->y.x, q->y.y, q->y.z, q->y.w, k.z, k.w);
+    else
+        mk_mma(c, q->x.x, q->x.y, q->x.z, q->x.w, k.x, k.y);
+}
 MK_DEV void mk_att_dot(float *c, const mk_att_left *q, uint4 k)
 {
-    mk_mma(c, q->x.x, q->x.y, q->x.z, q->x.w, k.x, k.y);
-    mk_mma(c, q->y.x, q->y.y, q->y.z, q->y.w, k.z, k.w);
+    mk_att_half(c, q, k, 0);
+    mk_att_half(c, q, k, 1);
 }
 /* An 8 x 8 matrix of bf16 of the warp, transposed: lane (g, l) has row g, columns 2 l and 2 l + 1. */
 MK_DEV uint32_t mk_turn(uint32_t x)
@@ -282,7 +294,16 @@ MK_DEV float4 mk_att_four(const float *a, const float *b, uint32_t j, uint32_t g
     return g & 1 ? make_float4(z0, y2, z1, y3) : make_float4(y0, z0, y1, z1);
 }
 
-/* What a warp does of a page. Lane (g, l) has channels 8 l .. 8 l + 7 of a block of token g of each of the eight tiles of eight tokens. */
+/* Row g of tile j is this token of the page: a lane's row of tile 0, and from there on. */
+MK_DEV uint32_t mk_att_row(uint32_t g)
+{
+    return (g & 1) * 8 + (g >> 1);
+}
+MK_DEV uint32_t mk_att_further(uint32_t j)
+{
+    return j / 2 * 16 + (j & 1) * 4;
+}
+/* What a warp does of a page. Lane (g, l) has channels 8 l .. 8 l + 7 of a block of row g of each of the eight tiles of eight tokens. */
 typedef struct mk_att_share {
     uint32_t warp, lane;
     uint32_t block;      /* first block of the warp */
@@ -378,11 +399,11 @@ MK_DEV uint32_t mk_att_has(const mk_att *x, const mk_att_share *w, uint32_t i)
 {
     return (w->block + i) * 32 < x->nv && !(i && x->nv <= 32 * MK_WARPS); /* a single block */
 }
-template <bool FP8> MK_DEV const uint8_t *mk_att_rest(const uint8_t *page, const mk_att *x, uint32_t block, uint32_t l, bool *has)
+template <bool FP8> MK_DEV uint32_t mk_att_rest(const mk_att *x, uint32_t block, uint32_t l, bool *has)
 {
     const uint32_t c = block * 32 + 8 * l;
     *has = c < x->nk;
-    return FP8 ? page + (c * 2 + x->rest_at) : page + c * 2; /* the sum wraps: rest_at may stand for less than nothing */
+    return FP8 ? c * 2 + x->rest_at : c * 2; /* the sum wraps: rest_at may stand for less than nothing */
 }
 /* Token t of a page. Beyond the last token: the last one's, p is zero there. */
 MK_DEV const uint8_t *mk_att_token(const uint8_t *at, uint32_t t, uint32_t tokens, uint32_t bytes)
@@ -392,7 +413,7 @@ MK_DEV const uint8_t *mk_att_token(const uint8_t *at, uint32_t t, uint32_t token
 /* Tile j of the blocks that the warp has; of others the registers stay. FP8: 8 codes in x and y, and in z of the first block the scale of both, `scale` bytes on. */
 template <bool FP8> MK_DEV void mk_att_tile(mk_att_regs *m, uint32_t j, const uint8_t *at, uint32_t g, uint32_t tokens, uint32_t bytes, uint32_t scale, uint32_t has0, uint32_t has1)
 {
-    at = mk_att_token(at, j * 8 + g, tokens, bytes);
+    at = mk_att_token(at, mk_att_row(g) + mk_att_further(j), tokens, bytes);
     if (FP8) {
         mk_att_load_8(&m->r[0][j], at, has0);
         mk_att_load_4(&m->r[0][j].z, at + scale, has0);
@@ -415,20 +436,20 @@ template <bool FP8> MK_DEV void mk_att_load(mk_att_regs *m, const uint8_t *page,
 template <bool FP8> MK_DEV void mk_att_load_rest(uint4 *to, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t block, uint32_t tokens)
 {
     bool has;
-    const uint8_t *at = mk_att_rest<FP8>(page, x, block, w->lane & 3, &has);
+    const uint8_t *at = page + mk_att_rest<FP8>(x, block, w->lane & 3, &has);
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++) {
         to[j] = make_uint4(0, 0, 0, 0);
-        mk_att_load_16(&to[j], mk_att_token(at, (2 * w->pair + j) * 8 + (w->lane >> 2), tokens, x->bytes), has);
+        mk_att_load_16(&to[j], mk_att_token(at, mk_att_row(w->lane >> 2) + mk_att_further(2 * w->pair + j), tokens, x->bytes), has);
     }
 }
 template <bool FP8> MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens)
 {
     bool has;
-    const uint8_t *at = mk_att_rest<FP8>(page, x, x->nv / 32 + w->rest, w->lane & 3, &has);
+    const uint8_t *at = page + mk_att_rest<FP8>(x, x->nv / 32 + w->rest, w->lane & 3, &has);
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++)
-        mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, mk_att_token(at, (2 * w->pair + j) * 8 + (w->lane >> 2), tokens, x->bytes), has);
+        mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, mk_att_token(at, mk_att_row(w->lane >> 2) + mk_att_further(2 * w->pair + j), tokens, x->bytes), has);
 }
 
 MK_DEV float2 mk_lds64(uint32_t at)
@@ -438,8 +459,68 @@ MK_DEV float2 mk_lds64(uint32_t at)
     return v;
 }
 
+/* ---- pages out of the ring ------------------------------------------------------------------------------------------ */
+
+static_assert(MK_PAGE / MK_CACHE_STAGES == 16, "two tiles a stage, a turn of the sums' loop");
+/* The lane's row of a stage's first tile, in bytes; the second's is four tokens further. */
+MK_DEV uint32_t mk_att_stage_row(uint32_t g, uint32_t bytes)
+{
+    return mk_att_row(g) * bytes + (g & 1) * MK_CACHE_SKEW;
+}
+/* Stages of page `number` of an item, which is not the first, begin with this one. */
+MK_DEV uint32_t mk_att_stage(const mk_shared *sh, uint32_t warp, uint32_t number)
+{
+    return sh->memo[warp].next.at + (number - 1) * MK_CACHE_STAGES;
+}
+/* A slot's other stages belong to one group of warps, and these are everybody's. A phase of such a barrier that a warp has not seen might be taken for one two before: but behind a barrier of all
+ * compute warps every earlier stage is known to have been full, by those whose it was, and there is one between a product and this. */
+MK_DEV void mk_att_stages_await(const mk_shared *sh, uint32_t stage)
+{
+    uint32_t there = 1;
+#pragma unroll
+    for (uint32_t k = 0; k < MK_CACHE_STAGES; k++) there &= mk_mbar_test(mk_stage_bar(sh, stage + k), mk_stage_parity(stage + k));
+    if (there) return;
+#pragma unroll 1
+    for (uint32_t k = 0; k < MK_CACHE_STAGES; k++) mk_stage_wait(mk_stage_bar(sh, stage + k), mk_stage_parity(stage + k), MK_FAULT_CACHE);
+}
+/* All warps have all that they take of them: each leaves those of its group. */
+MK_DEV void mk_att_stages_leave(const mk_shared *sh, uint32_t stage, uint32_t warp, uint32_t lane)
+{
+    stage += warp / MK_GROUP_WARPS - stage & MK_GROUPS - 1;
+#pragma unroll
+    for (uint32_t k = 0; k < MK_CACHE_STAGES; k += MK_GROUPS)
+        if (mk_arrives(lane)) mk_mbar_arrive(mk_stage_bar(sh, stage + k) + MK_EMPTY);
+}
+MK_DEV void mk_lds128(uint4 *x, uint32_t at, uint32_t has)
+{
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}" : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w) : "r"(at), "r"(has) : "memory");
+}
+/* mk_att_tile's. at: the lane's bytes of its token, of the warp's first block. */
+template <bool FP8> MK_DEV void mk_att_ring_tile(mk_att_regs *m, uint32_t j, uint32_t at, uint32_t scale, uint32_t has0, uint32_t has1)
+{
+    if (FP8) {
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.shared.v2.u32 {%0, %1}, [%3];\n\t@p ld.shared.u32 %2, [%4];\n\t}"
+                     : "+r"(m->r[0][j].x), "+r"(m->r[0][j].y), "+r"(m->r[0][j].z) : "r"(at), "r"(at + scale), "r"(has0) : "memory");
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p ld.shared.v2.u32 {%0, %1}, [%2];\n\t}" : "+r"(m->r[1][j].x), "+r"(m->r[1][j].y) : "r"(at + 32), "r"(has1) : "memory");
+    } else {
+        mk_lds128(&m->r[0][j], at, has0);
+        mk_lds128(&m->r[1][j], at + 64, has1);
+    }
+}
+/* mk_att_load_rest's of page `number`: the tokens of the warp's pair of tiles are one stage. */
+template <bool FP8> MK_DEV void mk_att_ring_rest(uint4 *to, const mk_shared *sh, const mk_att *x, const mk_att_share *w, uint32_t number)
+{
+    bool has;
+    const uint32_t at = mk_stage_at(sh, mk_att_stage(sh, w->warp, number) + w->pair) + mk_att_stage_row(w->lane >> 2, x->bytes) + mk_att_rest<FP8>(x, x->nv / 32 + w->rest, w->lane & 3, &has);
+#pragma unroll
+    for (uint32_t j = 0; j < 2; j++) {
+        to[j] = make_uint4(0, 0, 0, 0);
+        mk_lds128(&to[j], at + j * 4 * x->bytes, has);
+    }
+}
+
 /* The item and its queries stand in shared memory, its first page in registers. NH: heads by eight. */
-template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
+template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
 {
     constexpr uint32_t H = 8 * NH, NB = 2; /* blocks of values */
     mk_att_shared *s = mk_att_sh(sh);
@@ -453,18 +534,22 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
 #pragma unroll
             for (uint32_t k = 0; k < 8; k++) acc[i][k / 4][n][k % 4] = 0;
 
+    uint32_t number = 0;
 #pragma unroll 1
-    for (uint32_t number = 0;; number++) {
+    for (;; number++) {
         { /* scores */
             const mk_att x = mk_att_numbers(sh);
             const uint32_t nk = x.nk, fine = x.fine, blocks = (nk + 31) / 32, left = x.n - number * MK_PAGE;
             const mk_att_share w = mk_att_deal(x.nv);
             const uint32_t tokens = min(left, (uint32_t)MK_PAGE), g = w.lane >> 2, l = w.lane & 3;
             const uint8_t *q = sh->staging + w.lane * 16, *qf = q + mk_att_plane_bytes(blocks) - mk_att_plane_bytes(fine); /* the second plane, had block 0 one */
-            if (left > 2 * MK_PAGE && threadIdx.x == 0) mk_bulk_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]) + s->ask.x, s->ask.y);
+            if (!RING && left > 2 * MK_PAGE && threadIdx.x == 0) mk_bulk_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]) + s->ask.x, s->ask.y);
             const uint32_t b0 = x.nv / 32 + w.rest;
             uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-            if (NH > 1) mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b0, tokens); /* no room in shared memory */
+            if (RING && number)
+                mk_att_ring_rest<FP8>(rest, sh, &x, &w, number);
+            else if (NH > 1)
+                mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b0, tokens); /* no room in shared memory */
             const mk_att_left u0 = mk_att_query(q, w.block < blocks ? w.block : 0);
             const mk_att_left u1 = mk_att_query(q, w.block + 1 < blocks ? w.block + 1 : 0);
             if (FP8)
@@ -478,57 +563,65 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
             static_assert((MK_DYNAMIC_AT + offsetof(mk_shared, staging)) % (4 * MK_PAGE) == 0 && MK_PAGE == 64, "256 bytes");
             const uint32_t to = mk_smem(sh->staging) + mk_att_query_bytes(nk, fine) + (w.warp * H + g) * MK_PAGE * 4 + 32 * g + 8 * l;
 #pragma unroll
-            for (uint32_t k = 0; k < 8; k++) {
-                float c[4] = {0, 0, 0, 0};
-                mk_att_dot(c, &u0, m->r[0][k]);
-                mk_att_dot(c, &u1, m->r[1][k]);
-                const uint32_t t = to ^ 32 * k;
-                mk_sts64(t, __float_as_uint(c[0]), __float_as_uint(c[1]));
-                if (NH > 1) mk_sts64(t + 8 * MK_PAGE * 4, __float_as_uint(c[2]), __float_as_uint(c[3]));
+            for (uint32_t k0 = 0; k0 < 8; k0 += MK_ATT_ABREAST) {
+                float c[MK_ATT_ABREAST][4] = {};
+#pragma unroll
+                for (uint32_t part = 0; part < 4; part++)
+#pragma unroll
+                    for (uint32_t k = 0; k < MK_ATT_ABREAST; k++) mk_att_half(c[k], part < 2 ? &u0 : &u1, m->r[part / 2][k0 + k], part & 1);
+#pragma unroll
+                for (uint32_t k = 0; k < MK_ATT_ABREAST; k++) {
+                    const uint32_t t = to ^ 32 * (k0 + k);
+                    mk_sts64(t, __float_as_uint(c[k][0]), __float_as_uint(c[k][1]));
+                    if (NH > 1) mk_sts64(t + 8 * MK_PAGE * 4, __float_as_uint(c[k][2]), __float_as_uint(c[k][3]));
+                }
             }
             { /* the rest, on top of what the lane wrote */
-                float e[2][4];
+                float e[2][4] = {};
+                float2 y[2], y8[2];
 #pragma unroll
-                for (uint32_t j = 0; j < 2; j++) e[j][0] = e[j][1] = e[j][2] = e[j][3] = 0;
-                if (NH == 1) asm volatile("cp.async.wait_all;" ::: "memory"); /* a warp without a block, too: its zeros were asked for */
+                for (uint32_t j = 0; j < 2; j++) {
+                    y[j] = mk_lds64(to ^ 32 * (2 * w.pair + j));
+                    if (NH > 1) y8[j] = mk_lds64((to ^ 32 * (2 * w.pair + j)) + 8 * MK_PAGE * 4);
+                }
+                if (NH == 1 && !(RING && number)) {
+                    asm volatile("cp.async.wait_all;" ::: "memory"); /* a warp without a block, too: its zeros were asked for */
+                    rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
+                }
 #pragma unroll 1
-                for (uint32_t b = b0; b < blocks; b += 2) {
-                    if (b != b0) { /* more than 64 rotary channels */
-                        mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b, tokens);
-                    } else if (NH == 1) {
-                        rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
-                    }
+                for (uint32_t b = b0; b < blocks; b += 2) { /* RING: one */
+                    if (!RING && b != b0) mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b, tokens); /* more than 64 rotary channels */
+                    mk_att_left u[NH];
 #pragma unroll
-                    for (uint32_t n = 0; n < NH; n++) {
-                        const mk_att_left u = mk_att_query(n ? qf : q, b);
-                        mk_att_dot(e[0], &u, rest[0]);
-                        mk_att_dot(e[1], &u, rest[1]);
-                    }
+                    for (uint32_t n = 0; n < NH; n++) u[n] = mk_att_query(n ? qf : q, b);
+#pragma unroll
+                    for (uint32_t part = 0; part < 2 * NH; part++)
+#pragma unroll
+                        for (uint32_t j = 0; j < 2; j++) mk_att_half(e[j], &u[part / 2], rest[j], part & 1);
+                    if (RING) break;
                 }
 #pragma unroll
                 for (uint32_t j = 0; j < 2; j++) {
                     const uint32_t t = to ^ 32 * (2 * w.pair + j), t8 = t + 8 * MK_PAGE * 4;
-                    float2 y = mk_lds64(t);
                     if (NH == 1) e[j][0] = __fadd_rn(e[j][0], e[j][2]), e[j][1] = __fadd_rn(e[j][1], e[j][3]);
-                    mk_sts64(t, __float_as_uint(__fadd_rn(y.x, e[j][0])), __float_as_uint(__fadd_rn(y.y, e[j][1])));
-                    if (NH == 1) continue;
-                    y = mk_lds64(t8);
-                    mk_sts64(t8, __float_as_uint(__fadd_rn(y.x, e[j][2])), __float_as_uint(__fadd_rn(y.y, e[j][3])));
+                    mk_sts64(t, __float_as_uint(__fadd_rn(y[j].x, e[j][0])), __float_as_uint(__fadd_rn(y[j].y, e[j][1])));
+                    if (NH > 1) mk_sts64(t8, __float_as_uint(__fadd_rn(y8[j].x, e[j][2])), __float_as_uint(__fadd_rn(y8[j].y, e[j][3])));
                 }
             }
         }
         mk_sync();
 
-        { /* softmax: a lane has tokens 2 lane and 2 lane + 1 */
+        { /* softmax: a lane has rows 2 lane and 2 lane + 1, counted through the tiles: tokens t and t + 8 */
             const mk_att x = mk_att_numbers(sh);
             const mk_att_share w = mk_att_deal(0);
-            const uint32_t tokens = x.n - number * MK_PAGE, t = 2 * w.lane;
+            if (RING && number) mk_att_stages_leave(sh, mk_att_stage(sh, w.warp, number), w.warp, w.lane);
+            const uint32_t tokens = x.n - number * MK_PAGE, t = w.lane / 8 * 16 + w.lane % 8;
             const float *score = (const float *)(sh->staging + mk_att_query_bytes(x.nk, x.fine));
 #pragma unroll
             for (uint32_t n = 0; n < NH; n++) {
                 const uint32_t h = n * 8 + w.warp;
                 if (h >= x.heads) continue;
-                const float *from = score + h * MK_PAGE + (t ^ (h & 7) * 8);
+                const float *from = score + h * MK_PAGE + (2 * w.lane ^ (h & 7) * 8);
                 float2 c[MK_WARPS];
 #pragma unroll
                 for (uint32_t k = 0; k < MK_WARPS; k++) c[k] = *(const float2 *)(from + k * H * MK_PAGE);
@@ -536,7 +629,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                 for (uint32_t k = MK_WARPS / 2; k; k >>= 1)
 #pragma unroll
                     for (uint32_t j = 0; j < k; j++) c[j].x = __fadd_rn(c[j].x, c[j + k].x), c[j].y = __fadd_rn(c[j].y, c[j + k].y);
-                const float a = t < tokens ? __fmul_rn(c[0].x, x.scale) : -INFINITY, b = t + 1 < tokens ? __fmul_rn(c[0].y, x.scale) : -INFINITY, before = top[n];
+                const float a = t < tokens ? __fmul_rn(c[0].x, x.scale) : -INFINITY, b = t + 8 < tokens ? __fmul_rn(c[0].y, x.scale) : -INFINITY, before = top[n];
                 top[n] = fmaxf(mk_warp_top(fmaxf(a, b)), before);
                 const uint32_t p = mk_pack_bf16(mk_exp_fast(a - top[n]), mk_exp_fast(b - top[n]));
                 const float shrink = mk_exp_fast(before - top[n]);
@@ -554,7 +647,12 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
             const uint32_t g = w.lane >> 2, l = w.lane & 3, scale = FP8 ? mk_att_scale(&x, &w, l) : 0, has0 = mk_att_has(&x, &w, 0), has1 = mk_att_has(&x, &w, 1);
             const uint32_t *p = &s->p[g][l];
             const uint8_t *next = 0, *at = 0;
-            if (next_tokens) {
+            uint32_t stage = 0, own = 0; /* RING: the page's first; the lane's bytes of it */
+            if (RING && next_tokens) {
+                stage = mk_att_stage(sh, w.warp, number + 1);
+                own = mk_att_stage_row(g, x.bytes) + (FP8 ? 1 : 2) * (w.block * 32 + 8 * l);
+                mk_att_stages_await(sh, stage);
+            } else if (next_tokens) {
                 next = mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 1]);
                 at = mk_att_block<FP8>(next, &w, l);
             }
@@ -583,17 +681,23 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                         mk_mma(acc[i][1][n], a2, a3, b2, b3, p0[n], p1[n]);
                     }
                 }
-                if (next_tokens)
+                if (RING && next_tokens) {
+                    const uint32_t from = mk_stage_at(sh, stage + k) + own;
+                    mk_att_ring_tile<FP8>(m, 2 * k, from, scale, has0, has1);
+                    mk_att_ring_tile<FP8>(m, 2 * k + 1, from + 4 * x.bytes, scale, has0, has1);
+                } else if (next_tokens) {
 #pragma unroll
                     for (uint32_t j = 2 * k; j < 2 * k + 2; j++) mk_att_tile<FP8>(m, j, at, g, next_tokens, x.bytes, scale, has0, has1);
+                }
             }
-            if (NH == 1 && next_tokens) mk_att_fetch_rest<FP8>(sh, next, &x, &w, next_tokens);
+            if (NH == 1 && !RING && next_tokens) mk_att_fetch_rest<FP8>(sh, next, &x, &w, next_tokens);
         }
         if (!next_tokens) break;
     }
 
     const mk_att x = mk_att_numbers(sh);
     const mk_att_share w = mk_att_deal(x.nv);
+    if (RING && number) mk_stages_pass(sh, w.warp, w.lane, number * MK_CACHE_STAGES);
     const uint32_t group = w.lane >> 2, l = w.lane & 3, floats = x.nv + 4, c = w.block * 32 + 4 * group;
     float *dst = mk_att_dst(sh);
 #pragma unroll
@@ -647,22 +751,13 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin(const mk_dev *d, const
     mk_trace_bytes(d, x->n * x->bytes);
 }
 
-/* The same in a step of one row: the cache is not waited for (mla_partial.cuh); loads bypass L1. id0: of the first page. */
+/* The same in a step of one row: the cache is not waited for (mla_partial.cuh), further pages come through the ring; loads bypass L1. id0: of the first page. */
 template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, const mk_att *x, const mk_att_share *w, uint32_t id0, mk_att_regs *m)
 {
-    mk_att_shared *s = mk_att_sh(d->sh);
-    const uint32_t *page = x->pages, n = (x->n + MK_PAGE - 1) / MK_PAGE;
     mk_att_load<FP8>(m, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE), d->lane);
-    uint32_t id = id0, id1 = id0;
-    if (n > 1) {
-        id1 = __ldcg(page + 1);
-        if (d->tid < n) id = __ldcg(page + d->tid);
-    }
     mk_sync();
     if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE));
-    if (d->tid == 0) mk_att_keep(d->sh, x);
-    if (d->tid < n) s->page[d->tid] = id;
-    if (n > 1 && d->tid == 0) mk_bulk_prefetch(mk_att_page(d->a, x->base, id1) + x->ask_at, x->ask);
+    if (d->tid == 0) mk_att_keep(d->sh, x), mk_att_sh(d->sh)->page[0] = id0;
     mk_trace_bytes(d, x->n * x->bytes);
 }
 

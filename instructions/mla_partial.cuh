@@ -102,12 +102,15 @@ template <bool FP8> MK_DEV mk_att mk_mla_item(const mk_dev *d, const mk_mla *m, 
     x.n = min(row->pos + 1 - x.first, per * MK_PAGE);
     x.scale = m->scale;
     x.ask_at = x.ask = 0;
-    if (x.n > MK_PAGE) { /* of a page, as much as its heads are of all: others' items read the same pages */
-        const uint32_t each = mk_page_quot(bytes * MK_PAGE / 16, m->heads);
-        x.ask_at = 16 * each * h0;
-        x.ask = h0 + heads < m->heads ? 16 * each * heads : bytes * MK_PAGE - x.ask_at;
-    }
     return x;
+}
+/* Of its pages it asks for as much as its heads are of all: others' items read the same pages. */
+MK_DEV void mk_mla_ask(mk_att *x, const mk_mla *m, uint32_t h0, uint32_t heads)
+{
+    if (x->n <= MK_PAGE) return;
+    const uint32_t each = mk_page_quot(x->bytes * MK_PAGE / 16, m->heads);
+    x->ask_at = 16 * each * h0;
+    x->ask = h0 + heads < m->heads ? 16 * each * heads : x->bytes * MK_PAGE - x->ask_at;
 }
 /* The items of rows with NH times eight heads an item: a function each, for the registers are tight. */
 template <uint32_t NH, bool FP8> MK_CALL void mk_mla_items(const mk_insn *in)
@@ -128,6 +131,7 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_items(const mk_insn *in)
             const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
             mk_att_regs regs;
             mk_att x = mk_mla_item<FP8>(d, m, row, split, per, h0, heads);
+            mk_mla_ask(&x, m, h0, heads);
             x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * m->all_heads + h0) * floats;
             mk_att_begin<NH, FP8>(d, &x, &w, cache, &regs);
             cache = 0;
@@ -136,7 +140,7 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_items(const mk_insn *in)
             mk_mla_latents(d, m, r, h0, heads);
             mk_sync();
             mk_trace_input(d);
-            mk_attend<NH, FP8>(d->sh, &regs);
+            mk_attend<NH, FP8, false>(d->sh, &regs);
         }
     }
 }
@@ -338,7 +342,6 @@ template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
     const mk_fed *f = mk_fed_of(in);
     const mk_mla *m = &d->in->mla;
     const uint32_t floats = mk_partial_floats(m->latent), per = f->place.per, items = f->place.items, pos = d->step->row[0].pos;
-    const mk_att_share w = mk_att_deal(m->latent);
     uint32_t number = 0;
 #pragma unroll 1
     for (uint32_t i = m->part; i < items; i += m->parts, number++) {
@@ -351,6 +354,7 @@ template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
         if (!aside)
             mk_asked_for(&asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (item.h0 + d->warp) * m->qk_stride, d->warp < item.heads ? m->rope : 0);
         if (x.first + x.n == pos + 1) mk_counter_wait(d, 2);
+        const mk_att_share w = mk_att_deal(m->latent);
         mk_att_begin_one<NH, FP8>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages), &regs);
         if (aside)
             mk_aside_await(d->sh, f);
@@ -358,7 +362,7 @@ template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
             mk_mla_queries_one(d, m, f, &asked, item.h0, item.heads, NH > 1);
         mk_sync();
         if (!number) mk_trace_input(d);
-        mk_attend<NH, FP8>(d->sh, &regs);
+        mk_attend<NH, FP8, true>(d->sh, &regs);
     }
     return in->signal_vec;
 }

@@ -14,7 +14,7 @@
 #define MK_GROUP_WARPS    4u             /* a warpgroup */
 #define MK_GROUPS         (MK_WARPS / 4) /* of them: matvec.cuh */
 #define MK_WARP_CONTROL   MK_WARPS       /* reads step descriptors, feeds instructions */
-#define MK_WARP_LOADER    (MK_WARPS + 1) /* streams weights */
+#define MK_WARP_LOADER    (MK_WARPS + 1) /* streams weights, and pages of a latent cache */
 #define MK_WARP_COURIER   (MK_WARPS + 2) /* goes to the host for SCHEDULE; the warp after it leaves at once: four change their registers together */
 #define MK_WARP_ASIDE     (MK_WARPS + 4) /* the first of those that do GEMVs aside: aside.cuh */
 #define MK_ASIDES         4u
@@ -63,9 +63,12 @@ __host__ __device__ __forceinline__ static uint32_t mk_step_packets(uint32_t nro
 /* What an instruction streams, as the loader sees it: a segment of the worker's static tape, or (T > 0) the chosen experts' slices. Scales come first, then weights. */
 enum { MK_SEG_LOGITS = 1,  /* only in steps that need logits */
        MK_SEG_ROUTED = 2,  /* the first behind a ROUTE of this queue, which is to be waited for */
-       MK_SEG_RELEASES = 4 /* the last that goes by it: the next one may be made */ };
+       MK_SEG_RELEASES = 4, /* the last that goes by it: the next one may be made */
+       MK_SEG_CACHE = 8 /* none of these: pages of a latent cache, in a step of one row */ };
+#define MK_CACHE_STAGES 4u  /* of a page */
+#define MK_CACHE_SKEW   64u /* bytes between the halves of such a stage, so that what eight lanes read at once falls into different banks */
 typedef struct mk_seg {
-    uint64_t base;   /* in the tape region or the expert region */
+    uint64_t base;   /* in the tape region or the expert region; MK_SEG_CACHE: the number of the MLA_PARTIAL, and per_most, per_less are its grain and most */
     uint64_t stride; /* from expert to expert */
     uint32_t scales; /* bytes of scales, padded */
     union {
@@ -90,7 +93,7 @@ static_assert(sizeof(mk_seg) == 48 && offsetof(mk_seg, T) == 28, "three 16-byte 
 #define MK_STAGES_WORD(per, stages) ((per) | (stages) << 16)
 
 /* Who waited in vain for what: written once, by the first, in pinned memory. */
-enum mk_fault_kind { MK_FAULT_PACKET = 1, MK_FAULT_COUNTER, MK_FAULT_TAPE, MK_FAULT_EXPERT, MK_FAULT_ROUTE, MK_FAULT_DRAW };
+enum mk_fault_kind { MK_FAULT_PACKET = 1, MK_FAULT_COUNTER, MK_FAULT_TAPE, MK_FAULT_EXPERT, MK_FAULT_ROUTE, MK_FAULT_DRAW, MK_FAULT_CACHE };
 typedef struct mk_fault {
     uint32_t kind; /* 0: none. Written last */
     uint32_t worker, step, seq, opcode, layer;
@@ -381,7 +384,9 @@ typedef struct mk_shared {
     volatile uint32_t current;           /* instructions begun * 2, less 1 while one is under way */
     volatile uint32_t stage_kind;        /* enum mk_fault_kind of the last stage that was not there at once */
     volatile uint32_t aborted;
+    volatile uint32_t cached[4][3];      /* for the loader, of step s in [s & 3], when logits say so: position of its only row (MK_NO_CACHE: it has several), slot, mk_step.seq */
 } mk_shared;
+#define MK_NO_CACHE 0xffffffffu
 
 /* K blocks of a stage, from what a segment's instruction says; loader and compute warps count alike. A stage never spans two chunks of
  * the staged vector. */
@@ -572,6 +577,11 @@ MK_DEV void mk_bulk_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t
                  "l"(src), "r"(bytes), "r"(bar), "l"(policy)
                  : "memory");
 }
+/* The same of what others read as well. */
+MK_DEV void mk_bulk_copy_shared(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+}
 /* On its way to L2. Multiples of 16. */
 MK_DEV void mk_bulk_prefetch(const uint8_t *src, uint32_t bytes)
 {
@@ -745,6 +755,29 @@ MK_DEV void mk_next_skip(mk_next *s, const mk_lap *lap, uint32_t n)
     s->bar -= lap->bars;
     s->stage -= lap->bytes;
     s->phase ^= 1;
+}
+/* Stages by their number since the launch, of both groups: where one lies, its scales' place included; it is waited for. */
+static_assert((MK_STAGES & MK_STAGES - 1) == 0, "numbers wrap");
+MK_DEV uint32_t mk_stage_at(const mk_shared *sh, uint32_t i)
+{
+    return mk_smem(sh) + sh->args.ring.at + i % MK_STAGES * sh->args.ring.stride;
+}
+MK_DEV uint32_t mk_stage_bar(const mk_shared *sh, uint32_t i)
+{
+    return mk_smem(sh->full) + 8 * (i % MK_STAGES);
+}
+MK_DEV uint32_t mk_stage_parity(uint32_t i)
+{
+    return i / MK_STAGES & 1;
+}
+/* Past n stages that all warps took of, by all lanes of each. */
+MK_DEV void mk_stages_pass(mk_shared *sh, uint32_t warp, uint32_t lane, uint32_t n)
+{
+    const uint32_t at = sh->memo[warp].next.at + n, i = at + (warp / MK_GROUP_WARPS - at & MK_GROUPS - 1);
+    const mk_next next = {mk_stage_bar(sh, i), mk_stage_at(sh, i) + sh->args.ring.scales, mk_stage_parity(i), at};
+    __syncwarp();
+    if (lane == 0) sh->memo[warp].next = next;
+    __syncwarp();
 }
 /* The staging area is about to be overwritten. */
 MK_DEV void mk_staged_drop(const mk_dev *d)

@@ -335,6 +335,30 @@ static mk_seg tape_seg(const mk_gpu *g, const mk_insn *in, uint64_t tape)
     return s;
 }
 
+/* MLA_PARTIAL: whether a split may have several pages; whether steps of one row can take them through the ring. Else they go the way of steps of several rows. */
+static int several_pages(const mk_gpu *g, const mk_insn *in)
+{
+    return in->mla.grain || mk_split_pages(g->prog->info.max_context - 1, in->mla.grain, in->mla.most) > 1;
+}
+static int ring_takes(const mk_gpu *g, const mk_insn *in)
+{
+    const uint32_t stage = mk_latent_row_bytes(in->mla.latent, in->mla.rope, in->mla.cache, 2) * (MK_PAGE / MK_CACHE_STAGES) + MK_CACHE_SKEW;
+    return in->mla.rope <= MK_ATT_RING_ROPE && (!several_pages(g, in) || stage <= g->args.ring.stride);
+}
+static_assert((232448 - sizeof(mk_shared) - MK_TILE_BYTES - 6144) / MK_STAGES / 128 * 128 >= MK_PAGE / MK_CACHE_STAGES * 2 * (512 + 64) + MK_CACHE_SKEW,
+              "the ring takes 512 + 64 values of bf16 on an H200, beside the LOCAL vectors of kimi-linear-48b, which have 6,016 bytes");
+/* Pages of the cache of MLA_PARTIAL number k. */
+static mk_seg cache_seg(const mk_insn *in, uint32_t k)
+{
+    mk_seg s;
+    memset(&s, 0, sizeof s);
+    s.base = k;
+    s.flags = MK_SEG_CACHE;
+    s.per_most = in->mla.grain;
+    s.per_less = in->mla.most;
+    return s;
+}
+
 /* Stages of a segment that has `per` K blocks in each. */
 static uint32_t stages_of(const mk_seg *s, uint32_t per)
 {
@@ -531,6 +555,9 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
                 plan[k].tile = down_tile(in, &seg[n_seg++]);
                 pairs_plan(g, in, &plan[k]);
                 break;
+            case MK_OP_MLA_PARTIAL:
+                if (several_pages(g, in)) seg[n_seg++] = cache_seg(in, k);
+                break;
             default: break;
             }
             if (in->opcode == MK_OP_EXPERT_UP || in->opcode == MK_OP_EXPERT_DOWN) {
@@ -544,6 +571,8 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
     }
     if (!rc) rc = attention_plans(g, insn, queue, W, plan, err);
     for (uint32_t k = 0; k < n_insn; k++) plan[k].one = one_row(&insn[k], &plan[k]);
+    for (uint32_t s = 0; s < n_seg; s++) /* others read the cache themselves */
+        if (seg[s].flags & MK_SEG_CACHE && plan[seg[s].base].one != MK_ONE_MLA) memset(&seg[s], 0, sizeof seg[s]);
     int ok = !rc && (a->insn = (mk_insn *)uploaded(g, "program", insn, (uint64_t)n_insn * sizeof *insn, err)) &&
              (a->plan = (mk_plan *)uploaded(g, "plans", plan, (uint64_t)n_insn * sizeof *plan, err)) &&
              (a->queue = (uint32_t *)uploaded(g, "queues", queue, 4ull * (W + 1), err)) &&
@@ -1156,7 +1185,7 @@ int mk_gpu_fault(const mk_gpu *g, char *text, size_t size)
     } else if (f->kind == MK_FAULT_COUNTER) {
         snprintf(text, size, "counter of %s publication %u: expected %u, found %u", p->vec[f->vec].name, f->pub, f->expected, f->found);
     } else {
-        snprintf(text, size, "%s", f->kind == MK_FAULT_TAPE ? "weights of the static tape" : f->kind == MK_FAULT_EXPERT ? "weights of an expert" : f->kind == MK_FAULT_DRAW ? "another worker's part of a draw" : "the loader");
+        snprintf(text, size, "%s", f->kind == MK_FAULT_TAPE ? "weights of the static tape" : f->kind == MK_FAULT_EXPERT ? "weights of an expert" : f->kind == MK_FAULT_DRAW ? "another worker's part of a draw" : f->kind == MK_FAULT_CACHE ? "pages of the cache" : "the loader");
     }
     return 1;
 }

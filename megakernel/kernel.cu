@@ -3,7 +3,7 @@
  *   warps 0-7    compute: the instructions of the queue, one after the other, all warps on each
  *   controller   waits for the next step descriptor, then feeds the queue's instructions, a few ahead
  *   loader       streams weights into the ring in the queue's order, over instruction, layer and step boundaries: the worker's tape, and, when a layer's route is known, the chosen
- *                experts' slices
+ *                experts' slices; and among them, in a step of one row, pages of a latent cache
  *   courier      on SCHEDULE's worker: looks for what the host says (instructions/schedule.cuh)
  *   aside        four warps for what is done beside the queue (instructions/aside.cuh)
  *
@@ -371,7 +371,7 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, 
         const uint32_t heads = __shfl_sync(0xffffffffu, rest, k);
         const uint8_t *page = all + __shfl_sync(0xffffffffu, id, k) * a->kv_page_bytes + (mla ? 0 : heads * bytes); /* mk_gqa_at */
 #pragma unroll 1
-        for (uint32_t b = (lane * of + (mla ? heads : 0)) * 128; b < bytes; b += 32 * of * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(page + b));
+        for (uint32_t b = (lane * of + (mla ? heads : 0)) * 128; b < bytes; b += 32 * of * 128) mk_prefetch(page + b);
     }
     return true;
 }
@@ -439,6 +439,9 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
         }
         if (MK_ONE_STEP ? !sh->step.nrows : !step_receive(a, sh, seq, lane, own)) break;
         if (lane == 0) {
+            mk_flag_set(&sh->cached[seq & 3][0], sh->step.nrows == 1 ? sh->step.row[0].pos : MK_NO_CACHE);
+            mk_flag_set(&sh->cached[seq & 3][1], sh->step.row[0].slot);
+            mk_flag_set(&sh->cached[seq & 3][2], sh->step.seq);
             mk_flag_set(&sh->logits[seq & 3], (seq + 1) * 2 + (sh->step.any_logits != 0));
             sh->trace.on = sh->step.trace;
             if (sh->step.trace) {
@@ -568,6 +571,18 @@ MK_DEV void feed_begin(mk_feed *f, uint32_t pace)
     f->behind = 8 * pace;
 }
 
+/* Waits until the next stage may be filled. False: leave. */
+MK_DEV bool feed_room(mk_feed *f)
+{
+    if (!feed_await(f, f->bar + MK_EMPTY, f->phase ^ 1)) return false;
+    if (f->calm) {
+        const bool before = f->bar - f->full < f->behind; /* its lap was the one before */
+        const uint32_t lag = f->bar - f->behind + (before ? f->end - f->full : 0), parity = f->phase ^ before;
+        f->calm--;
+        while (!mk_mbar_try(lag, parity)) {}
+    }
+    return true;
+}
 /* Streams one segment of scales and weights; its scales go with every stage. False: leave. */
 MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scales, uint32_t bytes, uint32_t stage)
 {
@@ -575,13 +590,7 @@ MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scales, ui
 #pragma unroll 1
     for (uint32_t left = bytes; left;) {
         const uint32_t n = min(left, stage);
-        if (!feed_await(f, f->bar + MK_EMPTY, f->phase ^ 1)) return false;
-        if (f->calm) {
-            const bool before = f->bar - f->full < f->behind; /* its lap was the one before */
-            const uint32_t lag = f->bar - f->behind + (before ? f->end - f->full : 0), parity = f->phase ^ before;
-            f->calm--;
-            while (!mk_mbar_try(lag, parity)) {}
-        }
+        if (!feed_room(f)) return false;
         if (f->unloaded) {
             mk_mbar_arrive(f->bar);
         } else {
@@ -602,6 +611,60 @@ MK_DEV bool feed_blank(mk_feed *f)
     if (!feed_await(f, f->bar + MK_EMPTY, f->phase ^ 1)) return false;
     mk_mbar_arrive(f->bar);
     feed_next(f);
+    return true;
+}
+
+/* Pages of the cache of this worker's items of an MLA_PARTIAL, but for the first of each, which compute warps read themselves, in a step of one row (attention.cuh).
+ * Behind the row's last token stand tokens of the page before, for their values are multiplied with zeros. seq: steps since the launch. False: leave. */
+MK_DEV bool feed_cache(mk_feed *f, const mk_gpu_args *a, const mk_shared *sh, const mk_seg *s, uint32_t seq)
+{
+    const uint32_t pos = MK_ONE_STEP ? sh->step.nrows == 1 ? sh->step.row[0].pos : MK_NO_CACHE : mk_flag_get(&sh->cached[seq & 3][0]);
+    const uint32_t slot = MK_ONE_STEP ? sh->step.row[0].slot : mk_flag_get(&sh->cached[seq & 3][1]), step = MK_ONE_STEP ? sh->step.seq : mk_flag_get(&sh->cached[seq & 3][2]);
+    const uint32_t last = pos / MK_PAGE, per = mk_split_pages(pos, s->per_most, s->per_less);
+    if (pos == MK_NO_CACHE || per == 1) return true;
+    if (MK_ONE_STEP) mk_phase_wait();
+    const mk_insn *in = a->insn + s->base;
+    const mk_mla *m = &in->mla;
+    const uint32_t group = mk_head_group(pos, m->heads), groups = mk_page_quot(m->heads + group - 1, group);
+    const uint32_t bytes = mk_latent_row_bytes(m->latent, m->rope, m->cache, 2), tokens = MK_PAGE / MK_CACHE_STAGES / 2, items = (mk_page_quot(last, per) + 1) * groups, parts = m->parts;
+    const uint8_t *const base = a->kv + m->kv_off;
+    asm volatile("fence.proxy.async.global;" ::: "memory"); /* others wrote it, with stores */
+#pragma unroll 1
+    for (uint32_t i = m->part; i < items; i += parts) {
+        const uint32_t first = mk_page_quot(i, groups) * per, n = min(per, last + 1 - first);
+        const uint32_t *page = a->page + ((size_t)slot * a->max_pages + first);
+        const uint8_t *before = base + (uint64_t)__ldcg(page) * a->kv_page_bytes;
+        uint32_t id = n > 1 ? __ldcg(page + 1) : 0;
+#pragma unroll 1
+        for (uint32_t k = 1; k < n; k++) {
+            const uint8_t *at = base + (uint64_t)id * a->kv_page_bytes, *from = at;
+            uint32_t here = MK_PAGE;
+            if (k + 1 < n) id = __ldcg(page + k + 1);
+            if (first + k == last) { /* the newest token is written in this step */
+                const mk_wait *w = &in->wait[2];
+                const mk_vec *v = &sh->vec[w->vec];
+                const uint32_t target = mk_counter_target(v, step, w->pub);
+                while ((int32_t)(mk_load_acquire(a->counter + v->counter) - target) < 0)
+                    if (feed_leaves(f) || mk_load_relaxed(a->abort)) return false; /* in a phase nobody says that it is time to leave */
+                asm volatile("fence.proxy.async.global;" ::: "memory");
+                here = pos % MK_PAGE + 1;
+            }
+#pragma unroll 1
+            for (uint32_t half = 0; half < 2 * MK_CACHE_STAGES; half++) {
+                const uint32_t own = min(here, tokens), to = f->to - f->scales + (half & 1 ? tokens * bytes + MK_CACHE_SKEW : 0);
+                if (!(half & 1)) {
+                    if (!feed_room(f)) return false;
+                    f->unloaded ? mk_mbar_arrive(f->bar) : mk_mbar_expect(f->bar, 2 * tokens * bytes);
+                }
+                if (own && !f->unloaded) mk_bulk_copy_shared(to, from, own * bytes, f->bar);
+                if (own < tokens && !f->unloaded) mk_bulk_copy_shared(to + own * bytes, before + (from - at) + own * bytes, (tokens - own) * bytes, f->bar);
+                here -= own;
+                from += tokens * bytes;
+                if (half & 1) feed_next(f);
+            }
+            before = at;
+        }
+    }
     return true;
 }
 
@@ -657,10 +720,14 @@ MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
             const mk_seg s = next;
             next = seg_at(a->seg + (i + 1 < end ? i + 1 : first));
             feed_begin(&f, MK_ONE_STEP || s.flags & MK_SEG_LOGITS ? 0 : MK_PACE); /* in a phase, and beside the LM head, nobody waits for an exchange */
-            if (s.flags & MK_SEG_LOGITS && !MK_ONE_STEP) { /* only now does it matter what the step is */
+            if (s.flags & (MK_SEG_LOGITS | MK_SEG_CACHE) && !MK_ONE_STEP) { /* only now does it matter what the step is */
                 uint32_t seen;
-                while ((seen = mk_flag_get(&sh->logits[seq & 3])) >> 1 != ((seq + 1) & 0x7fffffffu) && on) on = !feed_leaves(&f);
-                if (!on || !(seen & 1)) continue;
+                while ((int32_t)((seen = mk_flag_get(&sh->logits[seq & 3])) - (seq + 1) * 2) < 0 && on) on = !feed_leaves(&f);
+                if (!on || seen - (seq + 1) * 2 > 1 || s.flags & MK_SEG_LOGITS && !(seen & 1)) continue; /* beyond: the step is over, nothing was wanted of the loader */
+            }
+            if (s.flags & MK_SEG_CACHE) {
+                on = feed_cache(&f, a, sh, &s, seq);
+                continue;
             }
             const bool chosen = s.T || s.flags & MK_SEG_ROUTED; /* experts' slices, if there are any; else one segment of the tape */
             const mk_slices w = slices_of(chosen ? a->expert : a->tape, s);

@@ -4,14 +4,14 @@
     layout.py apply FILE PROFILE            moves the code of FILE's kernels, in place; proves first that nothing but places changes
     layout.py learn FILE PROFILE CSV... [-- CSV...]
                                             makes PROFILE: FILE has the kernel as nvcc made it, CSV is a step of the model that it is named after, as ncu has executed it
-                                            (profiles/layout.sh); behind --: a step of several rows, or at a long context
+                                            (profiles/layout.sh); behind --: a step of several rows, at a long context, or with a token drawn
     layout.py show FILE PROFILE             what apply would do
 
 Why: the SMs of a GPC share a cache of 128 KB of instructions, a layer executes more than that, and a jump to where nobody has been lately takes 300 clocks. ptxas leaves what
 hardly ever runs where the source has it: between two things that always run. (profiles/NOTES.md, twenty-ninth session, has what moving it is worth.)
 
 How: a kernel is one run of 16-byte instructions, behind its entry the functions that it calls. It is cut at the places where control may turn, into segments of what the same models
-execute; first come those that all execute, so that a model finds its code in a few long runs, and last what steps of several rows, or at a long context, execute beside. Segments are put
+execute; first come those that all execute, so that a model finds its code in a few long runs, and last what other steps (of several rows, at a long context, with a token drawn) execute beside. Segments are put
 in that order, and what relates to places is mended: relative targets, return addresses (a call's is moved into a register before it), tables of branches, symbols, the lists of places in .nv.info. Where
 a segment went on into the next one and does no longer, a branch is added; where a branch led to what is now behind it, it is turned round or left out. Line numbers (-lineinfo) are
 those of the code before: profile a build without this step (profiles/onestep).
@@ -37,6 +37,7 @@ TURNED_STALL = 11  # clocks that a branch which was turned round leaves to what 
 EXECUTED = 256  # warps of all workers in a step: what fewer execute is not moved to the front
 BESIDE = 16  # models from this bit on: their steps of several rows, or at a long context; only of what no other step executes, whose order they leave as it is
 GAPS = (4, 8, 16, 32, 64, 128)  # so many instructions of another kind stay between two segments of one, a branch around them being one, too; more if there is no room for the branches
+WIDER = 64  # times as many between two segments of what lies beside: who comes there has time, and branches saved there are room for those of one row
 
 
 class Refused(Exception):
@@ -241,7 +242,7 @@ def segments(k, models, gap):
                 blocks.append([begin, i, owners(functools.reduce(operator.or_, models[begin:i])), f])
                 begin = i
         join(blocks, gap, of_one, lambda who: True)
-        join(blocks, gap, lambda who: 0 if of_one(who) else who, lambda who: not of_one(who))
+        join(blocks, WIDER * gap, lambda who: 0 if of_one(who) else who, lambda who: not of_one(who))
         for b in blocks:
             if result and result[-1][2:] == b[2:]:
                 result[-1][1] = b[1]

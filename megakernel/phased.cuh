@@ -95,7 +95,7 @@ MK_DEV void mk_phase_prefetch(const mk_gpu_args *a)
     if (!left || !p->next_first) return;
     for (uint32_t i = p->next_first[blockIdx.x]; i < p->next_first[blockIdx.x + 1] && left; i++) {
         const mk_seg s = a->seg[i];
-        if (s.T) continue; /* who knows which experts */
+        if (s.T || s.flags & MK_SEG_CACHE) continue; /* who knows which experts, which pages */
         uint32_t bytes = s.scales + s.bytes;
         bytes = (bytes < left ? bytes : left) & ~127u;
         for (uint32_t at = 0; at < bytes; at += 16384) {

@@ -256,7 +256,7 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t 
         for (uint32_t k = 0, q = 0; k < n; k++) {
             const mk_insn *in = &insn[k];
             while (queue[q + 1] <= k) q++;
-            if (in->opcode == MK_OP_MLA_PARTIAL && spaced(insn, plan, queue[q], k)) {
+            if (in->opcode == MK_OP_MLA_PARTIAL && ring_takes(g, in) && spaced(insn, plan, queue[q], k)) {
                 plan[k].one = MK_ONE_MLA;
                 plan[k].whole.vec = MK_NONE;
                 plan[k].map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * p->vec[in->wait[0].vec].slice_packets;

@@ -288,5 +288,9 @@ const case_spec attention_cases[] = {
     {"MLA_PARTIAL", "FP8, 64 heads, 512 + 64 rotated, to 1100", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 64, .far = 1100, .cache = MK_CACHE_FP8), 5},
     {"MLA_PARTIAL", "FP8, 16 heads, 256 + 128 rotated, to 4096", P(.latent = 256, .rope = 128, .rotary = 1, .heads = 16, .far = 4096, .cache = MK_CACHE_FP8), 132},
     {"MLA_PARTIAL", "FP8, 3 heads, 96 + 16, to 200", P(.latent = 96, .rope = 16, .rotary = 1, .heads = 3, .far = 200, .cache = MK_CACHE_FP8), 3},
+    {"MLA_PARTIAL", "8 heads, 512 + 64 rotated, to 8000", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 8, .far = 8000), 132},
+    {"MLA_PARTIAL", "FP8, 8 heads, 512 + 64 rotated, to 8000", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 8, .far = 8000, .cache = MK_CACHE_FP8), 132},
+    {"MLA_PARTIAL", "16 heads, 256 + 128 rotated, to 9000", P(.latent = 256, .rope = 128, .rotary = 1, .heads = 16, .far = 9000), 5},
+    {"MLA_PARTIAL", "3 heads, 96 + 16, to 8300", P(.latent = 96, .rope = 16, .rotary = 1, .heads = 3, .far = 8300), 7},
     {0},
 };

@@ -8,10 +8,10 @@ OUT=${OUT:-$(mktemp -d)}
 S=$(mktemp -d)
 bad=0
 for p in ${PRESETS:-moonlight-16b glm-4.7-flash glm52-mla kimi-linear-48b qwen3.6-35b-a3b llama-3.2-1b}; do
-    "$BUILD/mkd" --device gpu --preset "$p" --socket-dir "$S" --streams 1 --kv-tokens 4096 --self-test no >"$S/out" 2>"$S/err" &
+    "$BUILD/mkd" --device gpu --preset "$p" --socket-dir "$S" --streams 1 --kv-tokens 8192 --self-test no >"$S/out" 2>"$S/err" &
     P=$!
     for _ in $(seq 1200); do grep -qs ready "$S/out" && break; kill -0 $P 2>/dev/null || break; sleep 0.05; done
-    python3 - "$BUILD/mkctl" "$S" "$p" ${LENGTHS:-5 61 700 2100} >>"$S/rows" <<'END' && echo "ok - rows of $p" || { echo "not ok - rows of $p"; sed 's/^/#   /' "$S/err" | tail -5; bad=1; }
+    python3 - "$BUILD/mkctl" "$S" "$p" ${LENGTHS:-5 61 700 4300} >>"$S/rows" <<'END' && echo "ok - rows of $p" || { echo "not ok - rows of $p"; sed 's/^/#   /' "$S/err" | tail -5; bad=1; }
 import json, random, subprocess, sys
 mkctl, sockets, preset, lengths = sys.argv[1], sys.argv[2], sys.argv[3], [int(x) for x in sys.argv[4:]]
 def generate(ids, n):
