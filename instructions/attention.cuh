@@ -64,7 +64,7 @@ MK_BOTH uint32_t mk_att_query_bytes(uint32_t nk, uint32_t fine)
 
 /* Of an item: what its queries are. */
 typedef struct mk_att_queries {
-    uint32_t nk, fine, two; /* more than eight heads */
+    uint32_t nk, fine, two; /* more than eight heads: mk_mla_eights of its row, for its last item may have fewer */
 } mk_att_queries;
 
 MK_DEV mk_att_shared *mk_att_sh(mk_shared *sh)

@@ -283,13 +283,14 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
     constexpr uint32_t NP = 6, EVERY = MK_ASIDES * 32; /* packets in flight of a thread: eight heads of 512 are some 700 */
     const mk_mla *m = &f->in.mla;
     const mk_mla_share item = mk_mla_share_of(m, sh->step.row[0].pos, m->part);
-    const uint32_t tid = warp * 32 + lane, table = f->plan.queries, keep = item.heads > 8 ? 0xffffffffu : ~0x00040004u; /* heads above seven: mk_att_byte */
+    const uint32_t two = mk_mla_eights(m, &sh->step.row[0]) > 1; /* of the row: its last item may have fewer heads, and is dealt with alike */
+    const uint32_t tid = warp * 32 + lane, table = f->plan.queries, keep = two ? 0xffffffffu : ~0x00040004u; /* heads above seven: mk_att_byte */
     const uint32_t *const map = sh->args.map, end = __ldg(map + (table + item.h0 + item.heads));
     uint32_t i = __ldg(map + (table + item.h0)) + tid, h = tid / MK_TURN_SLOTS;
     const uint32_t *turns = map + (table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + tid);
     uint32_t turn = m->rope && h < item.heads ? __ldg(turns) : 0;
     mk_aside_after(sh, f->place.after);
-    const mk_att_queries of = {(uint32_t)m->latent + m->rope, m->latent / 32u, item.heads > 8};
+    const mk_att_queries of = {(uint32_t)m->latent + m->rope, m->latent / 32u, two};
 #pragma unroll 1
     for (bool more = m->rope; more; more = __any_sync(0xffffffffu, h < item.heads)) { /* q_pe */
         const uint32_t packet = MK_TURN_PACKET(turn), epoch = f->place.epoch[1];
