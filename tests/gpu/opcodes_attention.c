@@ -1,5 +1,5 @@
 /* KV_APPEND, MLA_PARTIAL, COMBINE, GQA_APPEND, GQA_PARTIAL. Logical rows 0, 1, 2 are three tokens of one stream that cross a page edge; the others stand at
- * positions that exercise page and split edges. A run of GQA_PARTIAL: all rows are one stream's. Whatever of the cache no token has is NaN. */
+ * positions that exercise page and split edges, the last two far away, of which each is the only row of a step as well. A run of GQA_PARTIAL: all rows are one stream's. Whatever of the cache no token has is NaN. */
 #include "instructions/latent.h"
 #include "tests/gpu/opcodes.h"
 
