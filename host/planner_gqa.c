@@ -9,8 +9,8 @@
 
 uint32_t mk_combine_slices(uint32_t heads, uint32_t width, uint32_t workers)
 {
-    uint32_t s = 1;
-    while (heads * 2 * s <= workers && width % (2 * s) == 0 && width / (2 * s) >= 16) s *= 2;
+    uint32_t s = 1; /* the kernel adds four channels at a time */
+    while (heads * 2 * s <= workers && width % (8 * s) == 0 && width / (2 * s) >= 16) s *= 2;
     return s;
 }
 

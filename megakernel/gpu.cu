@@ -207,6 +207,7 @@ static int check_insn(const mk_program *p, uint32_t worker, const mk_insn *in, m
     case MK_OP_MLA_PARTIAL:
         AT_MOST("latent channels", MK_ATT_LATENT, m->latent);
         AT_MOST("rotary channels", 128, m->rope);
+        AT_MOST("pages of a split", MK_ATT_PAGES, mk_split_pages(p->info.max_context - 1, m->grain, m->most));
         EXPECT("latent channels modulo 32", 0, m->latent % 32);
         EXPECT("rotary channels modulo 8", 0, m->rope % 8);
         EXPECT("the type of the absorbed queries", MK_BF16, p->vec[in->wait[0].vec].dtype);

@@ -11,6 +11,7 @@ typedef struct mla_arg {
     uint32_t latent, rope, rotary, heads, far; /* far: the greatest position */
     uint32_t slices, gate;                     /* COMBINE: slices of a head */
     uint32_t cache;                            /* enum mk_cache */
+    uint32_t made;                             /* GEMVs make the absorbed queries, two a worker, behind another: in a step of one row the warps aside have the first item's queries */
 } mla_arg;
 
 static void positions(mk_case *c, uint32_t far)
@@ -107,15 +108,31 @@ static void append_feed(mk_case *c, const void *arg)
     rows_of_streams(c);
 }
 
+/* W_UK of a head: its nope values of q times 128 rows a GEMV. And one on other values before them, for what is done aside stands behind an instruction. */
+static void made_queries(mk_case *c, const mla_arg *a, uint32_t nope)
+{
+    const uint32_t W = c->prog.info.workers, cut = a->latent / 128, y = case_even(c, "y", MK_BF16, 0, 64, 4), z = case_even(c, "z", MK_BF16, 0, 8 * W, W);
+    for (uint32_t i = 0; i < W + a->heads * cut; i++) {
+        const uint32_t s = i - W, h = i < W ? 0 : s / cut;
+        mk_insn *in = case_add(c, i % W, MK_OP_GEMV);
+        in->gemv = (mk_gemv){.n = i < W ? 8 : 128, .k = i < W ? 64 : nope, .in_off = h * (nope + a->rope), .wtype = MK_W_BF16, .epilogue = MK_EPI_STORE, .scale_k = 128,
+                             .k_chunk = i < W ? 64 : nope, .scale = 1, .row0 = i < W ? 8 * i : 128 * s};
+        in->tape_bytes = (uint32_t)mk_segment_bytes(MK_W_BF16, in->gemv.n, in->gemv.k, 0, 128);
+        case_wait(c, in, i < W ? y : 1);
+        case_to(c, in, i < W ? z : 0, i < W ? i : s);
+    }
+}
+
 static void mla_make(mk_case *c, const void *arg)
 {
     const mla_arg *a = arg;
     uint32_t W = c->prog.info.workers, nope = 64;
-    case_even(c, "qt", MK_BF16, 0, a->heads * a->latent, a->heads);
-    case_even(c, "q", MK_BF16, 0, a->heads * (nope + a->rope), a->heads < 11 ? 1 : 11);
+    case_even(c, "qt", MK_BF16, 0, a->heads * a->latent, a->made ? a->heads * a->latent / 128 : a->heads);
+    case_even(c, "q", MK_BF16, 0, a->heads * (nope + a->rope), a->made ? a->heads : a->heads < 11 ? 1 : 11);
     case_bulk(c, "kvcache", 0, 1);
     case_bulk(c, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * a->heads * mk_partial_floats(a->latent) * 4, W);
     uint32_t param = mla_params(c, a);
+    if (a->made) made_queries(c, a, nope);
     for (uint32_t w = 0; w < W; w++) {
         mk_insn *in = case_add(c, w, MK_OP_MLA_PARTIAL);
         in->mla = (mk_mla){.in_off = nope, .heads = (uint16_t)a->heads, .latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope,
@@ -125,13 +142,15 @@ static void mla_make(mk_case *c, const void *arg)
         case_to(c, in, 3, 0);
     }
     case_seal(c, &(case_sizes){.kv_page = (uint64_t)mk_latent_row_bytes(a->latent, a->rope, a->cache, 2) * MK_PAGE, .context = a->far + 4});
+    for (uint32_t i = 0; a->made && i < c->n; i++)
+        if (c->in[i]->opcode == MK_OP_GEMV) case_segment(c, case_tape(c, i), MK_W_BF16, c->in[i]->gemv.n, c->in[i]->gemv.k, 0, 128, 1);
     positions(c, a->far);
 }
 
 static void mla_feed(mk_case *c, const void *arg)
 {
     const mla_arg *a = arg;
-    case_input(c, 0, 1);
+    case_input(c, a->made ? 4 : 0, 1);
     case_input(c, 1, 1);
     case_signalled(c, 2);
     rows_of_streams(c);
@@ -291,6 +310,8 @@ const case_spec attention_cases[] = {
     {"MLA_PARTIAL", "8 heads, 512 + 64 rotated, to 8000", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 8, .far = 8000), 132},
     {"MLA_PARTIAL", "FP8, 8 heads, 512 + 64 rotated, to 8000", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 8, .far = 8000, .cache = MK_CACHE_FP8), 132},
     {"MLA_PARTIAL", "16 heads, 256 + 128 rotated, to 9000", P(.latent = 256, .rope = 128, .rotary = 1, .heads = 16, .far = 9000), 5},
+    {"MLA_PARTIAL", "20 heads behind GEMVs, 512 + 64 rotated, to 4095", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 20, .far = 4095, .made = 1), 40},
+    {"MLA_PARTIAL", "FP8, 24 heads behind GEMVs, 512 + 64 rotated, to 9000", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 24, .far = 9000, .made = 1, .cache = MK_CACHE_FP8), 48},
     {"MLA_PARTIAL", "3 heads, 96 + 16, to 8300", P(.latent = 96, .rope = 16, .rotary = 1, .heads = 3, .far = 8300), 7},
     {0},
 };
