@@ -588,7 +588,7 @@ static uint32_t map_word(const mk_vec *v, uint32_t s, uint32_t first, uint32_t n
 {
     const uint32_t per = v->dtype == MK_F32 ? 3 : 6, at = q * per, values = at >= n ? 0 : n - at < per ? n - at : per;
     const uint32_t trailer = (uint32_t)mk_slice_words(v, n) - 1 - 3 * q; /* the last word of the slice, if it has one */
-    return MK_MAP_WORD(first + at, values, v->trailer && trailer < 3 ? trailer : 3u, s & 1023);
+    return MK_MAP_WORD(values ? first + at : 0, values, v->trailer && trailer < 3 ? trailer : 3u, s & 1023);
 }
 
 /* The vectors as the kernel has them: their slice starts packed into one table for shared memory, without those of SAMPLE's statistics, which

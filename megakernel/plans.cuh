@@ -226,8 +226,10 @@ static void queries_aside(const mk_gpu *g, const mk_insn *insn, mk_plan *plan, u
         if (v->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || p->x.prologue != MK_PRO_NONE || place + mk_staged_bytes(p->x.k, p->x.form) > MK_STAGING) break;
         if (v->wait[0].vec != in->wait[1].vec || v->wait[0].pub != in->wait[1].pub) break;
     }
-    for (uint32_t i = n + 1; n && i <= n + 2 && k >= first + i; i++) /* they would look for what it has staged at another place */
-        if (plan[k - i].key == plan[k - 1].key) n = 0;
+    const uint32_t aside = n;
+    for (uint32_t i = aside + 1; i <= aside + 2 && k >= first + i; i++) /* they would look for what it has staged at another place */
+        for (uint32_t j = 1; j <= aside; j++)
+            if (plan[k - i].key == plan[k - j].key) n = 0;
     if (k - n == first || !table || !table->at) return;
     for (uint32_t i = 1; i <= n; i++) plan[k - i].beside = place;
     plan[k].beside = n;

@@ -203,6 +203,7 @@ static void combine_feed(mk_case *c, const void *arg)
 typedef struct gqa_arg {
     uint32_t heads, kv_heads, dim, rope, norm, far, grain, most;
     uint32_t run; /* 1: all rows are one stream's, logical row CASE_STREAMS - 1 at `far` */
+    uint32_t fresh;                            /* the program appends the newest keys and values: in a step of one row the partials make them themselves */
 } gqa_arg;
 
 static uint32_t gqa_params(mk_case *c, const gqa_arg *a)
@@ -233,11 +234,18 @@ static void gappend_make(mk_case *c, const void *arg)
 static void gqa_make(mk_case *c, const void *arg)
 {
     const gqa_arg *a = arg;
-    uint32_t W = c->prog.info.workers;
-    case_even(c, "q", MK_BF16, 0, 5 + a->heads * a->dim, a->heads);
+    const uint32_t W = c->prog.info.workers, k_off = 5 + a->heads * a->dim, kv = a->kv_heads * a->dim;
+    case_even(c, "q", MK_BF16, 0, k_off + (a->fresh ? 2 * kv : 0), a->heads);
     case_bulk(c, "kvcache", 0, a->kv_heads);
     case_bulk(c, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * a->heads * mk_partial_floats(a->dim) * 4, W);
     uint32_t param = gqa_params(c, a);
+    for (uint32_t h = 0; a->fresh && h < a->kv_heads; h++) {
+        mk_insn *in = case_add(c, h % W, MK_OP_GQA_APPEND);
+        in->gqa = (mk_gqa){.k_off = k_off, .v_off = k_off + kv, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim, .rope = (uint16_t)a->rope,
+                           .head = (uint16_t)h, .norm = (uint8_t)a->norm, .scale = 1, .eps = a->norm ? 1e-6f : 0, .param_off = param, .parts = 1};
+        case_wait(c, in, 0);
+        case_to(c, in, 1, 0);
+    }
     for (uint32_t w = 0; w < W; w++) {
         mk_insn *in = case_add(c, w, MK_OP_GQA_PARTIAL);
         in->gqa = (mk_gqa){.q_off = 5, .q_stride = a->dim, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim,
@@ -255,7 +263,7 @@ static void gqa_feed(mk_case *c, const void *arg)
 {
     const gqa_arg *a = arg;
     case_input(c, 0, 1);
-    case_signalled(c, 1);
+    if (!a->fresh) case_signalled(c, 1);
     if (a->run)
         rows_of_one_stream(c, CASE_STREAMS, a->far + 1 - CASE_STREAMS);
     else
@@ -313,5 +321,8 @@ const case_spec attention_cases[] = {
     {"MLA_PARTIAL", "20 heads behind GEMVs, 512 + 64 rotated, to 4095", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 20, .far = 4095, .made = 1), 40},
     {"MLA_PARTIAL", "FP8, 24 heads behind GEMVs, 512 + 64 rotated, to 9000", P(.latent = 512, .rope = 64, .rotary = 1, .heads = 24, .far = 9000, .made = 1, .cache = MK_CACHE_FP8), 48},
     {"MLA_PARTIAL", "3 heads, 96 + 16, to 8300", P(.latent = 96, .rope = 16, .rotary = 1, .heads = 3, .far = 8300), 7},
+    {"GQA_PARTIAL", "behind its appends, 32 heads, 8 KV heads of 64, few splits, to 2047", Q(.heads = 32, .kv_heads = 8, .dim = 64, .rope = 64, .far = 2047, .grain = 2, .most = 16, .fresh = 1), 132},
+    {"GQA_PARTIAL", "behind its appends, 16 heads, 2 KV heads of 256, rope 64, norm, to 9000", Q(.heads = 16, .kv_heads = 2, .dim = 256, .rope = 64, .norm = 1, .far = 9000, .fresh = 1), 132},
+    {"GQA_PARTIAL", "behind its appends, 32 heads, 8 KV heads of 128, to 4200", Q(.heads = 32, .kv_heads = 8, .dim = 128, .rope = 128, .far = 4200, .grain = 1, .most = 16, .fresh = 1), 7},
     {0},
 };

@@ -61,7 +61,7 @@ static void album_free(album *a)
 static int same_shot(const shot *a, const shot *b)
 {
     return a->in->opcode == b->in->opcode && a->in->signal_vec == b->in->signal_vec && a->pc.kind == b->pc.kind && a->pc.region == b->pc.region &&
-           a->pc.slice == b->pc.slice && a->pc.first == b->pc.first && a->n == b->n && a->pc.what == b->pc.what &&
+           (a->in->opcode != MK_OP_GQA_APPEND || a->in->gqa.head == b->in->gqa.head) && a->pc.slice == b->pc.slice && a->pc.first == b->pc.first && a->n == b->n && a->pc.what == b->pc.what &&
            ((a->pc.region != 3 && a->pc.region != 4) || a->worker == b->worker);
 }
 
