@@ -85,8 +85,8 @@ MK_DEV uint32_t mk_mla_eights(const mk_mla *m, const mk_row *row)
 {
     return min(mk_head_group(row->pos, m->heads), m->heads) > 8 ? 2 : 1;
 }
-/* Heads [h0, h0 + heads) over split `split` of a row, of `per` pages; dst is still to be said. */
-template <bool FP8> MK_DEV mk_att mk_mla_item(const mk_dev *d, const mk_mla *m, const mk_row *row, uint32_t split, uint32_t per, uint32_t h0, uint32_t heads)
+/* So many heads over split `split` of a row, of `per` pages; dst is still to be said. */
+template <bool FP8> MK_DEV mk_att mk_mla_item(const mk_dev *d, const mk_mla *m, const mk_row *row, uint32_t split, uint32_t per, uint32_t heads)
 {
     const uint32_t n = m->latent + m->rope, cache = FP8 ? MK_CACHE_FP8 : MK_CACHE_ACT, bytes = mk_latent_row_bytes(m->latent, m->rope, cache, 2);
     mk_att x;
@@ -130,7 +130,7 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_items(const mk_insn *in)
         for (uint32_t i = mk_att_first(m->part, m->parts, r); i < splits * groups.n; i += m->parts) {
             const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
             mk_att_regs regs;
-            mk_att x = mk_mla_item<FP8>(d, m, row, split, per, h0, heads);
+            mk_att x = mk_mla_item<FP8>(d, m, row, split, per, heads);
             mk_mla_ask(&x, m, h0, heads);
             x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * m->all_heads + h0) * floats;
             mk_att_begin<NH, FP8>(d, &x, &w, cache, &regs);
@@ -349,7 +349,7 @@ template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
         const mk_mla_share item = mk_mla_share_of(m, pos, i);
         const bool aside = !number && f->place.run & MK_AWAITS;
         mk_att_regs regs;
-        mk_att x = mk_mla_item<FP8>(d, m, &d->step->row[0], item.split, per, item.h0, item.heads);
+        mk_att x = mk_mla_item<FP8>(d, m, &d->step->row[0], item.split, per, item.heads);
         x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + ((size_t)item.split * m->all_heads + item.h0) * floats;
         mk_asked asked = {};
         if (!aside)
