@@ -5,6 +5,8 @@
     layout.py learn FILE PROFILE CSV... [-- CSV...]
                                             makes PROFILE: FILE has the kernel as nvcc made it, CSV is a step of the model that it is named after, as ncu has executed it
                                             (profiles/layout.sh); behind --: a step of several rows, at a long context, or with a token drawn
+    layout.py carry FILE PROFILE NEW        PROFILE, made of FILE's kernel, becomes one of NEW's, whose code is a little other: by the instructions that both have, in order. For a change of some
+                                            lines, without a GPU
     layout.py show FILE PROFILE             what apply would do
 
 Why: the SMs of a GPC share a cache of 128 KB of instructions, a layer executes more than that, and a jump to where nobody has been lately takes 300 clocks. ptxas leaves what
@@ -19,6 +21,7 @@ those of the code before: profile a build without this step (profiles/onestep).
 The profile names functions by what they are and by a digest of their code, so it can be of an older build: a function that has changed since is moved as a whole, if it was executed at all."""
 import bisect
 import csv
+import difflib
 import functools
 import hashlib
 import itertools
@@ -449,6 +452,46 @@ def counts_of(path):
     return counts
 
 
+def carried(old, new, who):
+    """Who executes a function's new instructions, by what they do alone, of who executed its old ones: what is new goes with what stands before it. And how much is new."""
+    result = list(who) if old == new else [None] * len(new)
+    if old != new:
+        for i, j, n in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
+            result[j : j + n] = who[i : i + n]
+    strange = result.count(None)
+    for i, w in enumerate(result):
+        if w is None:
+            result[i] = result[i - 1] if i else 0
+    return result, strange
+
+
+def carry(file, path, newer):
+    old, new = (max(kernels(bytearray(open(f, "rb").read())), key=lambda k: k.code.n) for f in (file, newer))
+    profile, at = read_profile(path), {name: (first, end) for first, end, name in new.functions}
+    models, _, strange = models_of(old, profile)
+    if strange:
+        raise Refused("%s: expected a profile of %s, %d functions are not" % (path, file, strange))
+    places, lines, moved_on = {name: (first, end) for first, end, name in old.functions}, [], 0
+    for name in profile:
+        if name in at and name in places:
+            (a, b), (c, d) = places[name], at[name]
+            who, n = carried(old.code.op[a:b], new.code.op[c:d], models[a:b])
+            moved_on += n
+            lines.append(line_of(name, new.code.digest(c, d), who))
+    with open(path) as f:
+        head = [line for line in f if line.startswith("#")]
+    with open(path, "w") as f:
+        f.writelines(head + lines)
+    print("  layout %s: %d of %d functions carried over, %d instructions of them new" % (path, len(lines), len(profile), moved_on))
+
+
+def line_of(name, digest, who):
+    runs = [(len(list(g)), w) for w, g in itertools.groupby(who)]
+    at = itertools.accumulate([n for n, _ in runs], initial=0)
+    ranges = ["%d-%d:%x" % (a, a + n, w) for a, (n, w) in zip(at, runs) if w]
+    return " ".join([name, digest] + ranges) + "\n" if ranges else ""
+
+
 def learn(file, path, pages, beside):
     """Functions that PROFILE has already keep their order there: that in which a layer calls them is worth 1 % of a step in some models."""
     known = list(read_profile(path)) if os.path.exists(path) else []
@@ -472,15 +515,11 @@ def learn(file, path, pages, beside):
         if beside:
             f.write("# And what a step of several rows, or at a long context, executes beside, from bit %d on: %s\n" % (BESIDE, names(beside)))
         for first, end, name in sorted(k.functions, key=lambda f: known.index(f[2]) if f[2] in known else len(known)):
-            runs = [(len(list(g)), who) for who, g in itertools.groupby(models[first:end])]
-            at = itertools.accumulate([n for n, _ in runs], initial=0)
-            ranges = ["%d-%d:%x" % (a, a + n, who) for a, (n, who) in zip(at, runs) if who]
-            if ranges:
-                f.write(" ".join([name, k.code.digest(first, end)] + ranges) + "\n")
+            f.write(line_of(name, k.code.digest(first, end), models[first:end]))
 
 
 def main(argv):
-    if len(argv) < 4 or argv[1] not in ("apply", "learn", "show") or (argv[1] == "learn") != (len(argv) > 4):
+    if len(argv) < 4 or argv[1] not in ("apply", "carry", "learn", "show") or (argv[1] in ("carry", "learn")) != (len(argv) > 4):
         sys.stderr.write(__doc__.split("\n\n")[1] + "\n")
         return 2
     what, file, path = argv[1:4]
@@ -488,6 +527,9 @@ def main(argv):
         if what == "learn":
             rows = argv.index("--") if "--" in argv else len(argv)
             learn(file, path, argv[4:rows], argv[rows + 1 :])
+            return 0
+        if what == "carry":
+            carry(file, path, argv[4])
             return 0
         profile = read_profile(path)
         data = bytearray(open(file, "rb").read())

@@ -75,6 +75,17 @@ with tempfile.TemporaryDirectory() as d:
     learnt = layout.models_of(k, layout.read_profile(d + "/layout.txt"))
     check("what is learnt of such pages is read again", learnt[2] == 0 and learnt[0] == [who & 3 or (i % 5 == 4) << layout.BESIDE for i, who in enumerate(models)])
 
+# carried over to code that is a little other
+who = [1, 1, 1, 0, 0, 2, 2, 2]
+check("carried over: the same code, the same ranges", layout.carried(list("abcdefgh"), list("abcdefgh"), who) == (who, 0))
+check("carried over: what is new goes with what stands before it, what is gone is gone", layout.carried(list("abcdefgh"), list("abXcdegYh"), who) == ([1, 1, 1, 1, 0, 0, 2, 2, 2], 2))
+with tempfile.TemporaryDirectory() as d:
+    text = open("megakernel/layout.txt").read()
+    with open(d + "/layout.txt", "w") as f:
+        f.write(text)
+    run = subprocess.run([sys.executable, "megakernel/layout.py", "carry", plain, d + "/layout.txt", plain], capture_output=True, text=True)
+    check("carried over to itself, layout.txt is what it was", run.returncode == 0 and open(d + "/layout.txt").read() == text)
+
 # a proof that cannot fail proves nothing
 def spoiled(name, spoil):
     bad = layout.moved(k, models, rank)
