@@ -405,15 +405,15 @@ template <bool FP8> MK_DEV uint32_t mk_att_rest(const mk_att *x, uint32_t block,
     *has = c < x->nk;
     return FP8 ? c * 2 + x->rest_at : c * 2; /* the sum wraps: rest_at may stand for less than nothing */
 }
-/* Token t of a page. Beyond the last token: the last one's, p is zero there. */
-MK_DEV const uint8_t *mk_att_token(const uint8_t *at, uint32_t t, uint32_t tokens, uint32_t bytes)
+/* Row g of tile j. Beyond the last token: the last one's, p is zero there. */
+MK_DEV const uint8_t *mk_att_token(const uint8_t *at, uint32_t j, uint32_t g, uint32_t tokens, uint32_t bytes)
 {
-    return at + (uint64_t)min(t, tokens - 1) * bytes; /* one instruction */
+    return at + (uint64_t)min(mk_att_row(g) + mk_att_further(j), tokens - 1) * bytes; /* one instruction */
 }
 /* Tile j of the blocks that the warp has; of others the registers stay. FP8: 8 codes in x and y, and in z of the first block the scale of both, `scale` bytes on. */
 template <bool FP8> MK_DEV void mk_att_tile(mk_att_regs *m, uint32_t j, const uint8_t *at, uint32_t g, uint32_t tokens, uint32_t bytes, uint32_t scale, uint32_t has0, uint32_t has1)
 {
-    at = mk_att_token(at, mk_att_row(g) + mk_att_further(j), tokens, bytes);
+    at = mk_att_token(at, j, g, tokens, bytes);
     if (FP8) {
         mk_att_load_8(&m->r[0][j], at, has0);
         mk_att_load_4(&m->r[0][j].z, at + scale, has0);
@@ -440,7 +440,7 @@ template <bool FP8> MK_DEV void mk_att_load_rest(uint4 *to, const uint8_t *page,
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++) {
         to[j] = make_uint4(0, 0, 0, 0);
-        mk_att_load_16(&to[j], mk_att_token(at, mk_att_row(w->lane >> 2) + mk_att_further(2 * w->pair + j), tokens, x->bytes), has);
+        mk_att_load_16(&to[j], mk_att_token(at, 2 * w->pair + j, w->lane >> 2, tokens, x->bytes), has);
     }
 }
 template <bool FP8> MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens)
@@ -449,7 +449,7 @@ template <bool FP8> MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *
     const uint8_t *at = page + mk_att_rest<FP8>(x, x->nv / 32 + w->rest, w->lane & 3, &has);
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++)
-        mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, mk_att_token(at, mk_att_row(w->lane >> 2) + mk_att_further(2 * w->pair + j), tokens, x->bytes), has);
+        mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, mk_att_token(at, 2 * w->pair + j, w->lane >> 2, tokens, x->bytes), has);
 }
 
 MK_DEV float2 mk_lds64(uint32_t at)
@@ -486,7 +486,7 @@ MK_DEV void mk_att_stages_await(const mk_shared *sh, uint32_t stage)
 /* All warps have all that they take of them: each leaves those of its group. */
 MK_DEV void mk_att_stages_leave(const mk_shared *sh, uint32_t stage, uint32_t warp, uint32_t lane)
 {
-    stage += warp / MK_GROUP_WARPS - stage & MK_GROUPS - 1;
+    stage += mk_group_first(warp, stage);
 #pragma unroll
     for (uint32_t k = 0; k < MK_CACHE_STAGES; k += MK_GROUPS)
         if (mk_arrives(lane)) mk_mbar_arrive(mk_stage_bar(sh, stage + k) + MK_EMPTY);

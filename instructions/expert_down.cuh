@@ -129,7 +129,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
     mk_shared *sh = mk_sh();
     const mk_lap lap = sh->lap;
     const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg;
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, first = (warp / MK_GROUP_WARPS - slot->at) & (MK_GROUPS - 1);
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, first = mk_group_first(warp, slot->at);
     const uint32_t ways = mk_ways(rows), way = member & (ways - 1), row0 = rows > MK_SIDE_ROWS ? (member >> 1) * MK_SIDE_ROWS : 0;
     const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16; /* of ldmatrix: chunk lane / 16, row lane % 16 */
     uint32_t c[2 * NT], pair = mk_smem(sh->red + MK_DOWN_TABLE);
@@ -282,7 +282,7 @@ template <uint32_t EIGHTS> MK_DEV mk_claim mk_claim_of(const mk_tile *t, const m
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = (lane >> 4) * t->rows * 16;
     mk_claim h;
     h.nkb = t->nkb, h.per = t->per, h.nst = t->nst;
-    h.first = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1);
+    h.first = mk_group_first(warp, at);
     h.way = warp % MK_GROUP_WARPS;
     h.kb_bytes = t->rows * MK_KBLOCK_BYTES;
     h.half = t->rows * 32;

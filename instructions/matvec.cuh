@@ -792,7 +792,7 @@ MK_DEV uint32_t mk_red_rows(uint32_t rows)
 /* This warp's part of the product at float `base`; at: of its segment. */
 MK_DEV void mk_red_put(const mk_dev *d, uint32_t base, const mk_tile *t, uint32_t at, uint32_t cols, const mk_accs *acc)
 {
-    const uint32_t c = 2 * (d->lane & 3), stride = mk_red_rows(t->rows), partial = (d->warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), ways = mk_ways(t->rows), member = d->warp % MK_GROUP_WARPS;
+    const uint32_t c = 2 * (d->lane & 3), stride = mk_red_rows(t->rows), partial = mk_group_first(d->warp, at), ways = mk_ways(t->rows), member = d->warp % MK_GROUP_WARPS;
     if (partial >= t->nst || c >= cols) return;
     const uint32_t row0 = (ways < MK_GROUP_WARPS ? (member >> 1) * MK_SIDE_ROWS : 0) + (d->lane >> 2);
     float *r = d->sh->red + base + ((partial * ways + (member & (ways - 1))) * cols + c) * stride;
@@ -843,7 +843,7 @@ MK_DEV uint32_t mk_parts_log(uint32_t n)
 /* This warp's part; at: of the first stage. mask: the columns that somebody asks for, which lie there one after the other. */
 MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, uint32_t mask, const mk_accs *acc)
 {
-    const uint32_t c = 2 * (d->lane & 3), log = mk_parts_log(n), group = (d->warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = d->warp % MK_GROUP_WARPS;
+    const uint32_t c = 2 * (d->lane & 3), log = mk_parts_log(n), group = mk_group_first(d->warp, at), member = d->warp % MK_GROUP_WARPS;
     const uint32_t partial = log == 7 ? group * 2 + (member & 1) : group * 4 + member, row0 = log == 7 ? (member >> 1) * MK_SIDE_ROWS : 0;
     const bool first = mask >> c & 1, second = mask >> c & 2;
     float *r = red + ((partial * __popc(mask) + __popc(mask & (1u << c) - 1)) << log) + row0 + (d->lane >> 2), *s = r + (first ? 1u << log : 0);
@@ -857,7 +857,7 @@ MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, u
 /* Where this warp's part of one column begins, and where row i's sums do, as shared addresses: `red` is that of the area. */
 MK_DEV uint32_t mk_part_at(uint32_t red, uint32_t n, uint32_t at)
 {
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1), member = warp % MK_GROUP_WARPS;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = mk_group_first(warp, at), member = warp % MK_GROUP_WARPS;
     return red + (n > MK_SIDE_ROWS ? (group * 2 + (member & 1)) * 512 + (member >> 1) * 256 : (group * 4 + member) * 256) + lane; /* lanes 0, 4, 8 ...: rows 0, 1, 2 ... */
 }
 template <uint32_t NT> MK_DEV void mk_part_put(uint32_t at, uint32_t lane, const mk_accs *acc)

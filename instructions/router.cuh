@@ -33,7 +33,7 @@ template <uint32_t ROWS> MK_CALL void mk_router_of(const mk_insn *in)
     const uint32_t n = t.rows, turn = memo->turn, nrows = ROWS == 1 ? 1 : d->step->nrows, experts = in->router.experts, x = mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
     const float *gamma = d->a->param + in->router.param_off;
     mk_next slot = memo->next;
-    const uint32_t first = (d->warp / MK_GROUP_WARPS - slot.at) & (MK_GROUPS - 1), item = d->tid % (32 * MK_GROUP_WARPS);
+    const uint32_t first = mk_group_first(d->warp, slot.at), item = d->tid % (32 * MK_GROUP_WARPS);
     uint64_t *out = mk_sum_of(d, &sh->vec[in->signal_vec], in->signal_pub, experts, 0, 0);
 
     if (ROWS == 1 && f->plan.end & MK_END_NEAR) {

@@ -577,8 +577,8 @@ MK_DEV void mk_bulk_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t
                  "l"(src), "r"(bytes), "r"(bar), "l"(policy)
                  : "memory");
 }
-/* The same of what others read as well. */
-MK_DEV void mk_bulk_copy_shared(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
+/* The same of what others read as well: L2 keeps it as it keeps anything. */
+MK_DEV void mk_bulk_copy_kept(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
 {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
 }
@@ -719,6 +719,11 @@ MK_DEV uint8_t *mk_local_memory(const mk_gpu_args *)
 }
 
 #define MK_EMPTY ((uint32_t)(offsetof(mk_shared, empty) - offsetof(mk_shared, full)))
+/* From stage `at` on, how many to the first of the warp's group. */
+MK_DEV uint32_t mk_group_first(uint32_t warp, uint32_t at)
+{
+    return (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1);
+}
 /* Stage i at the beginning. */
 MK_DEV mk_next mk_next_of(uint32_t i)
 {
@@ -773,7 +778,7 @@ MK_DEV uint32_t mk_stage_parity(uint32_t i)
 /* Past n stages that all warps took of, by all lanes of each. */
 MK_DEV void mk_stages_pass(mk_shared *sh, uint32_t warp, uint32_t lane, uint32_t n)
 {
-    const uint32_t at = sh->memo[warp].next.at + n, i = at + (warp / MK_GROUP_WARPS - at & MK_GROUPS - 1);
+    const uint32_t at = sh->memo[warp].next.at + n, i = at + mk_group_first(warp, at);
     const mk_next next = {mk_stage_bar(sh, i), mk_stage_at(sh, i) + sh->args.ring.scales, mk_stage_parity(i), at};
     __syncwarp();
     if (lane == 0) sh->memo[warp].next = next;

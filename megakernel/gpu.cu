@@ -1164,6 +1164,18 @@ static const mk_insn *publisher(const mk_program *p, uint32_t vec, uint32_t pub,
     return NULL;
 }
 
+/* What is waited for that no vector carries. */
+static const char *awaited(uint32_t kind)
+{
+    switch (kind) {
+    case MK_FAULT_TAPE: return "weights of the static tape";
+    case MK_FAULT_EXPERT: return "weights of an expert";
+    case MK_FAULT_DRAW: return "another worker's part of a draw";
+    case MK_FAULT_CACHE: return "pages of the cache";
+    default: return "the loader";
+    }
+}
+
 int mk_gpu_fault(const mk_gpu *g, char *text, size_t size)
 {
     const mk_fault *f = g->fault;
@@ -1186,7 +1198,7 @@ int mk_gpu_fault(const mk_gpu *g, char *text, size_t size)
     } else if (f->kind == MK_FAULT_COUNTER) {
         snprintf(text, size, "counter of %s publication %u: expected %u, found %u", p->vec[f->vec].name, f->pub, f->expected, f->found);
     } else {
-        snprintf(text, size, "%s", f->kind == MK_FAULT_TAPE ? "weights of the static tape" : f->kind == MK_FAULT_EXPERT ? "weights of an expert" : f->kind == MK_FAULT_DRAW ? "another worker's part of a draw" : f->kind == MK_FAULT_CACHE ? "pages of the cache" : "the loader");
+        snprintf(text, size, "%s", awaited(f->kind));
     }
     return 1;
 }

@@ -197,6 +197,12 @@ def kernels(data):
                 yield k
 
 
+def resident(path):
+    """The resident kernel of an object file or a program: the longest."""
+    with open(path, "rb") as f:
+        return max(kernels(bytearray(f.read())), key=lambda k: k.code.n)
+
+
 # ---- the new order --------------------------------------------------------------------------------------------------
 
 
@@ -454,10 +460,11 @@ def counts_of(path):
 
 def carried(old, new, who):
     """Who executes a function's new instructions, by what they do alone, of who executed its old ones: what is new goes with what stands before it. And how much is new."""
-    result = list(who) if old == new else [None] * len(new)
-    if old != new:
-        for i, j, n in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
-            result[j : j + n] = who[i : i + n]
+    if old == new:
+        return list(who), 0
+    result = [None] * len(new)
+    for i, j, n in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
+        result[j : j + n] = who[i : i + n]
     strange = result.count(None)
     for i, w in enumerate(result):
         if w is None:
@@ -466,23 +473,22 @@ def carried(old, new, who):
 
 
 def carry(file, path, newer):
-    old, new = (max(kernels(bytearray(open(f, "rb").read())), key=lambda k: k.code.n) for f in (file, newer))
-    profile, at = read_profile(path), {name: (first, end) for first, end, name in new.functions}
+    old, new, profile = resident(file), resident(newer), read_profile(path)
     models, _, strange = models_of(old, profile)
     if strange:
         raise Refused("%s: expected a profile of %s, %d functions are not" % (path, file, strange))
-    places, lines, moved_on = {name: (first, end) for first, end, name in old.functions}, [], 0
-    for name in profile:
-        if name in at and name in places:
-            (a, b), (c, d) = places[name], at[name]
-            who, n = carried(old.code.op[a:b], new.code.op[c:d], models[a:b])
-            moved_on += n
-            lines.append(line_of(name, new.code.digest(c, d), who))
+    was, now = ({name: (first, end) for first, end, name in k.functions} for k in (old, new))
+    lines, added = [], 0
+    for name in (name for name in profile if name in was and name in now):
+        (a, b), (c, d) = was[name], now[name]
+        who, n = carried(old.code.op[a:b], new.code.op[c:d], models[a:b])
+        added += n
+        lines.append(line_of(name, new.code.digest(c, d), who))
     with open(path) as f:
         head = [line for line in f if line.startswith("#")]
     with open(path, "w") as f:
         f.writelines(head + lines)
-    print("  layout %s: %d of %d functions carried over, %d instructions of them new" % (path, len(lines), len(profile), moved_on))
+    print("  layout %s: %d of %d functions carried over, %d instructions of them new" % (path, len(lines), len(profile), added))
 
 
 def line_of(name, digest, who):
@@ -495,7 +501,7 @@ def line_of(name, digest, who):
 def learn(file, path, pages, beside):
     """Functions that PROFILE has already keep their order there: that in which a layer calls them is worth 1 % of a step in some models."""
     known = list(read_profile(path)) if os.path.exists(path) else []
-    k = max(kernels(bytearray(open(file, "rb").read())), key=lambda k: k.code.n)
+    k = resident(file)
     models = [0] * k.code.n
     if len(pages) > BESIDE:
         raise Refused("expected at most %d steps of one row, found %d" % (BESIDE, len(pages)))
@@ -513,7 +519,7 @@ def learn(file, path, pages, beside):
         f.write("# What a step of one row executes of the kernel, by profiles/layout.sh: function, digest of its code, ranges of its instructions and by which models. megakernel/layout.py reads it.\n")
         f.write("# Models, from bit 0 on: %s\n" % names(pages))
         if beside:
-            f.write("# And what a step of several rows, or at a long context, executes beside, from bit %d on: %s\n" % (BESIDE, names(beside)))
+            f.write("# And what other steps (of several rows, at a long context, with a token drawn) execute beside, from bit %d on: %s\n" % (BESIDE, names(beside)))
         for first, end, name in sorted(k.functions, key=lambda f: known.index(f[2]) if f[2] in known else len(known)):
             f.write(line_of(name, k.code.digest(first, end), models[first:end]))
 

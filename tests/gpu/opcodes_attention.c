@@ -108,19 +108,22 @@ static void append_feed(mk_case *c, const void *arg)
     rows_of_streams(c);
 }
 
+/* n rows of BF16, the `slice`th so many, times values [in_off, in_off + k) of a vector. */
+static void gemv(mk_case *c, uint32_t worker, uint32_t n, uint32_t k, uint32_t in_off, uint32_t from, uint32_t to, uint32_t slice)
+{
+    mk_insn *in = case_add(c, worker, MK_OP_GEMV);
+    in->gemv = (mk_gemv){.n = n, .k = k, .in_off = in_off, .wtype = MK_W_BF16, .epilogue = MK_EPI_STORE, .scale_k = 128, .k_chunk = k, .scale = 1, .row0 = n * slice};
+    in->tape_bytes = (uint32_t)mk_segment_bytes(MK_W_BF16, n, k, 0, 128);
+    case_wait(c, in, from);
+    case_to(c, in, to, slice);
+}
+
 /* W_UK of a head: its nope values of q times 128 rows a GEMV. And one on other values before them, for what is done aside stands behind an instruction. */
 static void made_queries(mk_case *c, const mla_arg *a, uint32_t nope)
 {
     const uint32_t W = c->prog.info.workers, cut = a->latent / 128, y = case_even(c, "y", MK_BF16, 0, 64, 4), z = case_even(c, "z", MK_BF16, 0, 8 * W, W);
-    for (uint32_t i = 0; i < W + a->heads * cut; i++) {
-        const uint32_t s = i - W, h = i < W ? 0 : s / cut;
-        mk_insn *in = case_add(c, i % W, MK_OP_GEMV);
-        in->gemv = (mk_gemv){.n = i < W ? 8 : 128, .k = i < W ? 64 : nope, .in_off = h * (nope + a->rope), .wtype = MK_W_BF16, .epilogue = MK_EPI_STORE, .scale_k = 128,
-                             .k_chunk = i < W ? 64 : nope, .scale = 1, .row0 = i < W ? 8 * i : 128 * s};
-        in->tape_bytes = (uint32_t)mk_segment_bytes(MK_W_BF16, in->gemv.n, in->gemv.k, 0, 128);
-        case_wait(c, in, i < W ? y : 1);
-        case_to(c, in, i < W ? z : 0, i < W ? i : s);
-    }
+    for (uint32_t w = 0; w < W; w++) gemv(c, w, 8, 64, 0, y, z, w);
+    for (uint32_t s = 0; s < a->heads * cut; s++) gemv(c, s % W, 128, nope, s / cut * (nope + a->rope), 1, 0, s);
 }
 
 static void mla_make(mk_case *c, const void *arg)
@@ -150,7 +153,7 @@ static void mla_make(mk_case *c, const void *arg)
 static void mla_feed(mk_case *c, const void *arg)
 {
     const mla_arg *a = arg;
-    case_input(c, a->made ? 4 : 0, 1);
+    case_input(c, a->made ? 4 : 0, 1); /* made_queries' y */
     case_input(c, 1, 1);
     case_signalled(c, 2);
     rows_of_streams(c);
@@ -203,7 +206,7 @@ static void combine_feed(mk_case *c, const void *arg)
 typedef struct gqa_arg {
     uint32_t heads, kv_heads, dim, rope, norm, far, grain, most;
     uint32_t run; /* 1: all rows are one stream's, logical row CASE_STREAMS - 1 at `far` */
-    uint32_t fresh;                            /* the program appends the newest keys and values: in a step of one row the partials make them themselves */
+    uint32_t fresh; /* the program appends the newest keys and values: in a step of one row the partials make them themselves */
 } gqa_arg;
 
 static uint32_t gqa_params(mk_case *c, const gqa_arg *a)
@@ -213,20 +216,24 @@ static uint32_t gqa_params(mk_case *c, const gqa_arg *a)
     return at;
 }
 
-static void gappend_make(mk_case *c, const void *arg)
+/* Of vector 0, where keys and then values begin at k_off, to the counter 1. */
+static void gqa_appends(mk_case *c, const gqa_arg *a, uint32_t k_off, uint32_t param)
 {
-    const gqa_arg *a = arg;
-    uint32_t W = c->prog.info.workers;
-    case_even(c, "qkv", MK_BF16, 0, 3 + 2 * a->kv_heads * a->dim, 7);
-    case_bulk(c, "kvcache", 0, a->kv_heads);
-    uint32_t param = gqa_params(c, a);
     for (uint32_t h = 0; h < a->kv_heads; h++) {
-        mk_insn *in = case_add(c, h % W, MK_OP_GQA_APPEND);
-        in->gqa = (mk_gqa){.k_off = 3, .v_off = 3 + a->kv_heads * a->dim, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim,
+        mk_insn *in = case_add(c, h % c->prog.info.workers, MK_OP_GQA_APPEND);
+        in->gqa = (mk_gqa){.k_off = k_off, .v_off = k_off + a->kv_heads * a->dim, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim,
                            .rope = (uint16_t)a->rope, .head = (uint16_t)h, .norm = (uint8_t)a->norm, .scale = 1, .eps = a->norm ? 1e-6f : 0, .param_off = param, .parts = 1};
         case_wait(c, in, 0);
         case_to(c, in, 1, 0);
     }
+}
+
+static void gappend_make(mk_case *c, const void *arg)
+{
+    const gqa_arg *a = arg;
+    case_even(c, "qkv", MK_BF16, 0, 3 + 2 * a->kv_heads * a->dim, 7);
+    case_bulk(c, "kvcache", 0, a->kv_heads);
+    gqa_appends(c, a, 3, gqa_params(c, a));
     case_seal(c, &(case_sizes){.kv_page = mk_gqa_page_values(a->kv_heads, a->dim) * 2, .context = a->far + 4});
     positions(c, a->far);
 }
@@ -234,18 +241,12 @@ static void gappend_make(mk_case *c, const void *arg)
 static void gqa_make(mk_case *c, const void *arg)
 {
     const gqa_arg *a = arg;
-    const uint32_t W = c->prog.info.workers, k_off = 5 + a->heads * a->dim, kv = a->kv_heads * a->dim;
-    case_even(c, "q", MK_BF16, 0, k_off + (a->fresh ? 2 * kv : 0), a->heads);
+    const uint32_t W = c->prog.info.workers, k_off = 5 + a->heads * a->dim;
+    case_even(c, "q", MK_BF16, 0, k_off + (a->fresh ? 2 * a->kv_heads * a->dim : 0), a->heads);
     case_bulk(c, "kvcache", 0, a->kv_heads);
     case_bulk(c, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * a->heads * mk_partial_floats(a->dim) * 4, W);
     uint32_t param = gqa_params(c, a);
-    for (uint32_t h = 0; a->fresh && h < a->kv_heads; h++) {
-        mk_insn *in = case_add(c, h % W, MK_OP_GQA_APPEND);
-        in->gqa = (mk_gqa){.k_off = k_off, .v_off = k_off + kv, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim, .rope = (uint16_t)a->rope,
-                           .head = (uint16_t)h, .norm = (uint8_t)a->norm, .scale = 1, .eps = a->norm ? 1e-6f : 0, .param_off = param, .parts = 1};
-        case_wait(c, in, 0);
-        case_to(c, in, 1, 0);
-    }
+    if (a->fresh) gqa_appends(c, a, k_off, param);
     for (uint32_t w = 0; w < W; w++) {
         mk_insn *in = case_add(c, w, MK_OP_GQA_PARTIAL);
         in->gqa = (mk_gqa){.q_off = 5, .q_stride = a->dim, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim,

@@ -61,7 +61,8 @@ static void album_free(album *a)
 static int same_shot(const shot *a, const shot *b)
 {
     return a->in->opcode == b->in->opcode && a->in->signal_vec == b->in->signal_vec && a->pc.kind == b->pc.kind && a->pc.region == b->pc.region &&
-           (a->in->opcode != MK_OP_GQA_APPEND || a->in->gqa.head == b->in->gqa.head) && a->pc.slice == b->pc.slice && a->pc.first == b->pc.first && a->n == b->n && a->pc.what == b->pc.what &&
+           a->pc.slice == b->pc.slice && a->pc.first == b->pc.first && a->n == b->n && a->pc.what == b->pc.what &&
+           (a->in->opcode != MK_OP_GQA_APPEND || a->in->gqa.head == b->in->gqa.head) && /* its pieces do not say which */
            ((a->pc.region != 3 && a->pc.region != 4) || a->worker == b->worker);
 }
 
@@ -85,7 +86,6 @@ static uint64_t differing(const album *a, const album *b, uint32_t *found)
 static const struct {
     uint32_t n, id[MK_MAX_ROWS];
 } passes[] = {{8, {0, 1, 2, 3, 4, 5, 6, 7}}, {3, {7, 5, 3}}, {1, {5}}, {1, {6}}, {1, {7}}}; /* one row has code of its own, and more of it where attention has far to look */
-#define PASSES (sizeof passes / sizeof passes[0])
 
 uint32_t case_opcode(const case_spec *s)
 {
@@ -118,7 +118,7 @@ void case_run(const case_spec *s, uint64_t seed, int dry, const case_wrong *w, c
         r->bad = !r->skip;
         snprintf(r->text, sizeof r->text, "%s", err.msg);
     }
-    for (uint32_t p = 0; p < (w ? 1u : PASSES) && !r->bad && !r->skip; p++) {
+    for (uint32_t p = 0; p < (w ? 1u : sizeof passes / sizeof passes[0]) && !r->bad && !r->skip; p++) {
         case_rows(c, passes[p].id, passes[p].n, 0);
         s->feed(c, s->arg);
         int rc = 0;
