@@ -170,9 +170,11 @@ MK_DEV void mk_f16_eight(uint32_t at, uint32_t less)
 
 /* Slices that are alike are dealt: a warp takes a group of packets, which holds whole K blocks (mk_deal, program.h), so that a lane knows by arithmetic what its packets
  * carry. One row is gathered in one pass then: its values stay in registers until the warp knows their largest, and are stored as they are staged, in order; those of a
- * longer vector are stored as they come, and the warp goes over its own once more. Of several rows, and where slices are not alike, a thread takes the same packet of every row, whose
+ * longer vector are stored as they come, and the warp goes over its own once more. Several rows are gathered likewise, some rows at a time (mk_gather_some), or a part of all rows where they
+ * do not fit whole (mk_gather_part). Where slices are not alike (and of an RMS norm that does not fit whole, and of three planes) a thread takes the same packet of every row, whose
  * values' places it looks up once in the host's map, and stages them as bf16; where the form is f16 a second pass multiplies them by the powers of two, after a barrier.
- * A packet has the same thread and turn however many rows there are and whatever the chunks: so squares are added in one order, and a value meets one power of two. */
+ * A packet has the same thread and turn however many rows there are and whatever the chunks: so squares are added in one order, and a value meets one power of two.
+ * Words of a packet behind its last value are 0 (mk_publish_unit): they are squared and looked at as well. */
 
 /* A lane's packet of a group. */
 typedef struct mk_hand {
@@ -710,6 +712,301 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
     }
 }
 
+/* A lane's packet of a row, as its values are staged: to shared address `at`. */
+template <bool F32> MK_DEV void mk_some_put(uint32_t at, bool has, const uint32_t (&mine)[F32 ? 2 : 3], uint4 x)
+{
+    if (F32) {
+        if (has && mine[0]) mk_sts16(at, x.x);
+        if (has && mine[0] >> 16) mk_sts16(at + 2, x.x >> 16);
+        if (has && mine[1]) mk_sts16(at + 4, x.y);
+    } else {
+        if (has && mine[0]) mk_sts32(at, x.x);
+        if (has && mine[1]) mk_sts32(at + 4, x.y);
+        if (has && mine[F32 ? 1 : 2]) mk_sts32(at + 8, x.z);
+    }
+}
+/* Waits for packets of some rows, of which q are earlier looks: packet `turns` j of row r is q[r * T + j], if that bit of `wanted` is set. While some are late a lane looks at the last of
+ * its own alone, again and again: 132 workers would ask for 32 KB each. from: packet packet0 of row row0. */
+template <uint32_t T, uint32_t N>
+MK_DEV void mk_some_wait(const uint4 *from, uint32_t row_packets, const mk_turns &turns, uint32_t wanted, uint32_t epoch, uint32_t row0, uint32_t packet0, uint4 (&q)[N])
+{
+    uint32_t looks = 0;
+    bool more = true;
+    do {
+        uint32_t late = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) late |= q[i].w != epoch ? wanted & 1u << i : 0;
+        if (!__any_sync(0xffffffffu, late)) break;
+        if (late) {
+            const uint32_t last = 31 - __clz(late), r = last / T, at = mk_turn_at(turns.packets, last % T);
+            uint32_t found;
+            do
+                found = mk_packet_load(from + r * row_packets + at).w;
+            while ((more = mk_still_waiting(++looks, 0, row0 + r, packet0 + at, found)) && found != epoch);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) mk_packet_again(&q[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), late & 1u << i);
+    } while (__all_sync(0xffffffffu, more));
+    mk_waited(looks);
+}
+/* Stages a vector of several rows whose packets are dealt and which fits whole: each row as mk_take has it, so many rows at a time that a lane has eight packets of them on their way, those of
+ * the next while these are staged. No barrier behind it yet. */
+template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(const mk_insn *in)
+{
+    constexpr uint32_t T = MK_LOADS_OF(F32, PRO), N = 8, R = N / T, WORDS = F32 ? 2 : 3;
+    constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS, HEADS = PRO == MK_ONE_HEADS;
+    static_assert(T * R == N && FORM != MK_X_F32, "whole rows");
+    const mk_dev here = mk_here(in), *d = &here;
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const mk_vec *v = &sh->vec[in->wait[0].vec];
+    const mk_hands g = p->hands;
+    const uint32_t k = p->x.k, nrows = d->step->nrows, stride = mk_row_stride(k), row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0], parity = d->memo->parity;
+    const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
+    const mk_turns turns = mk_turns_of<F32>(g);
+    const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
+    const float4 *const gamma = (const float4 *)(sh->args.map + p->gain) + (F32 ? 1 : 2) * packet0;
+    const uint4 *from = f->place.in[0] + packet0;
+    uint4 q[N];
+    float4 gain[RMS ? T : 1][F32 ? 1 : 2]; /* of a packet's values; what is no value's is 0 */
+    uint32_t value[T], mine[WORDS], turn = 0; /* turn: which of its turns the lane has a packet in; mine: which of a packet's values are the lane's */
+#pragma unroll
+    for (uint32_t j = 0; j < T; j++) {
+        value[j] = mk_turn_at(turns.values, j);
+        if (h.any && first0 + value[j] < k) turn |= 1u << j;
+        if (RMS)
+#pragma unroll
+            for (uint32_t i = 0; i < (F32 ? 1 : 2); i++) gain[j][i] = turn & 1u << j ? __ldg(gamma + (F32 ? 1 : 2) * mk_turn_at(turns.packets, j) + i) : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < WORDS; i++) mine[i] = 2 * i >= h.count ? 0 : F32 && 2 * i + 1 >= h.count ? 0xffff : 0xffffffffu;
+    /* the lane's packets of the rows from `row` on: all but those behind the last row */
+    const auto wanted_of = [&](uint32_t row) {
+        uint32_t all = 0;
+#pragma unroll
+        for (uint32_t r = 0; r < R; r++) all |= row + r < nrows ? turn << T * r : 0;
+        return all;
+    };
+    const uint32_t left = k - value0, to0 = mk_smem(sh->staging) + 2 * value0, trailers = mk_smem(sh->red) + 128 * N * d->warp, group = d->warp + d->lane * MK_WARPS; /* of trailers: 32 places a turn and row */
+    const uint32_t word = HEADS ? g.slice / 2 % 3u : 0;
+    static_assert(128 * N * MK_WARPS <= MK_RED_FLOATS * 4, "trailers");
+    if (HEADS) mk_sync(); /* nobody reads the reduction area any more */
+
+    uint32_t wanted = wanted_of(0), to_row = to0;
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++) {
+        q[i] = make_uint4(0, 0, 0, 0);
+        mk_packet_again(&q[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), wanted & 1u << i);
+    }
+#pragma unroll 1
+    for (uint32_t row0 = 0; row0 < nrows; row0 += R, to_row += R * stride) {
+        mk_some_wait<T>(from, row_packets, turns, wanted, epoch, row0, packet0, q);
+        uint4 next[N];
+        from += R * row_packets;
+        wanted = wanted_of(row0 + R);
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) {
+            next[i] = make_uint4(0, 0, 0, 0);
+            mk_packet_again(&next[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), wanted & 1u << i);
+        }
+#pragma unroll
+        for (uint32_t r = 0; r < R; r++) {
+            if (row0 + r >= nrows) break;
+            const uint32_t to = to_row + r * stride;
+            uint32_t top = 0;
+            float sum = 0;
+#pragma unroll
+            for (uint32_t j = 0; j < T; j++) { /* what was not asked for is zero */
+                uint4 &x = q[r * T + j];
+                const uint32_t at = to + 2 * value[j];
+                const bool has = turn & 1u << j;
+                if (F32) {
+                    float y[3] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z)};
+                    const float by[3] = {gain[RMS ? j : 0][0].x, gain[RMS ? j : 0][0].y, gain[RMS ? j : 0][0].z};
+#pragma unroll
+                    for (uint32_t i = 0; i < 3; i++) {
+                        sum = __fmaf_rn(y[i], y[i], sum);
+                        y[i] = __fmul_rn(y[i], by[i]);
+                    }
+                    x.x = mk_bf16_pair(y[0], y[1]), x.y = mk_bf16_pair(y[2], 0), x.z = 0;
+                } else {
+                    uint32_t w[3] = {x.x, x.y, x.z};
+                    if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * (r * T + j) + 4 * h.slice, word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
+                    if (!HEADS && left - value[j] < 6)
+#pragma unroll
+                        for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
+#pragma unroll
+                    for (uint32_t i = 0; i < 3; i++) {
+                        if (HEADS) w[i] &= mine[i];
+                        if (!RMS) continue;
+                        const float x0 = __uint_as_float(w[i] << 16), x1 = __uint_as_float(w[i] & 0xffff0000u);
+                        sum = __fmaf_rn(x0, x0, sum);
+                        sum = __fmaf_rn(x1, x1, sum);
+                        const float4 a = gain[RMS ? j : 0][0], b = gain[RMS ? j : 0][F32 ? 0 : 1];
+                        w[i] = mk_bf16_pair(__fmul_rn(x0, i == 0 ? a.x : i == 1 ? a.z : b.x), __fmul_rn(x1, i == 0 ? a.y : i == 1 ? a.w : b.y));
+                    }
+                    x.x = w[0], x.y = w[1], x.z = w[2];
+                }
+                if (FP8)
+                    top = __vmaxu2(__vmaxu2(__vmaxu2(top, mk_magnitudes(x.x)), mk_magnitudes(x.y)), mk_magnitudes(x.z));
+                else
+                    mk_some_put<F32>(at, has, mine, x);
+            }
+            __syncwarp();
+            if (RMS) mk_row_squares(d, parity, row0 + r, mk_warp_sum(sum));
+            float factor = 1;
+            if (FP8) {
+                const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
+                factor = shift.inverse;
+#pragma unroll
+                for (uint32_t j = 0; j < T; j++) {
+                    const uint4 x = q[r * T + j];
+                    mk_some_put<F32>(to + 2 * value[j], turn & 1u << j, mine,
+                                     make_uint4(mk_f16_pair_shifted(x.x, shift.less), mk_f16_pair_shifted(x.y, shift.less), F32 ? 0 : mk_f16_pair_shifted(x.z, shift.less), 0));
+                }
+            }
+            /* a lane a group, for its K blocks */
+            if (HEADS && group * g.values < k) {
+                float squares = 0;
+#pragma unroll 1
+                for (uint32_t s = 0; s * g.slice < g.values; s++) squares += __uint_as_float(mk_lds32(trailers + 128 * (r * T + d->lane) + 4 * s));
+                const float rstd = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
+                factor = __fmul_rn(factor, rstd);
+                if (!FP8) sh->head_rstd[row0 + r][group] = rstd;
+            }
+            if (FP8 && group * g.values < k) mk_factor_put(k, g.values, group, (row0 + r) * (stride & ~127u), factor);
+        }
+        if (HEADS) __syncwarp(); /* the trailers are read */
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) q[i] = next[i];
+    }
+}
+/* Stages values [c0, c0 + n) of such a vector of bf16 without an RMS norm, a lane's packet of all rows at a time. again: it is not the vector's first part, of which all of it has been looked
+ * at for what no part can say: largest values and norms of heads. No barrier behind it yet. */
+template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
+{
+    constexpr bool FP8 = FORM == MK_X_F16;
+    constexpr uint32_t N = MK_MAX_ROWS;
+    const mk_dev here = mk_here(in), *d = &here;
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const mk_vec *v = &sh->vec[in->wait[0].vec];
+    const mk_hands g = p->hands;
+    const uint32_t nrows = d->step->nrows, stride = mk_row_stride(n), row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0], staged = mk_smem(sh->staging);
+    const mk_hand h = mk_hand_of<false>(p, g, d->lane);
+    const mk_turns turns = mk_turns_of<false>(g);
+    const uint32_t group0 = d->warp * g.values, per_head = mk_small_quot(g.values, g.slice), heads = mk_small_quot(p->x.k, g.values), rows = (1u << nrows) - 1, word = HEADS ? g.slice / 2 % 3u : 0;
+    float *const trailer = sh->red; /* [row][slice of its head][head] */
+    uint32_t less[N] = {};
+    if (HEADS && !again) mk_sync(); /* nobody reads the reduction area any more */
+
+#pragma unroll 1
+    for (bool look = !again && (FP8 || HEADS);; look = false) {
+        const uint32_t begin = look ? 0 : c0, end = look ? p->x.k : c0 + n;
+        uint32_t at = group0, packet = p->skip + d->warp * g.packets + d->lane, top[N] = {}; /* at: the group's first value */
+        for (; at + g.values <= begin; at += turns.values[0]) packet += turns.packets[0];
+        if (FP8 && !look)
+#pragma unroll
+            for (uint32_t r = 0; r < N; r++) less[r] = mk_f16_shift_of(sh->top[r][d->warp]).less;
+        const auto wanted_of = [&](uint32_t first) { /* rows of the lane's packet of the group that begins there */
+            const uint32_t x = first + h.value;
+            return first < end && h.any && (look && HEADS ? true : x < end && x + h.count > begin) ? rows : 0;
+        };
+        uint4 q[N];
+        uint32_t wanted = wanted_of(at);
+#pragma unroll
+        for (uint32_t r = 0; r < N; r++) {
+            q[r] = make_uint4(0, 0, 0, 0);
+            mk_packet_again(&q[r], f->place.in[0] + packet + r * row_packets, wanted & 1u << r);
+        }
+#pragma unroll 1
+        while (at < end) {
+            const uint32_t here_p = packet, x = at + h.value, to = staged + 2 * (x - c0); /* wraps */
+            const bool has = wanted;
+            mk_some_wait<1>(f->place.in[0] + here_p, row_packets, turns, wanted, epoch, 0, here_p, q);
+            at += turns.values[0], packet += turns.packets[0];
+            wanted = wanted_of(at);
+            uint4 next[N];
+#pragma unroll
+            for (uint32_t r = 0; r < N; r++) {
+                next[r] = make_uint4(0, 0, 0, 0);
+                mk_packet_again(&next[r], f->place.in[0] + packet + r * row_packets, wanted & 1u << r);
+            }
+            bool mine[3];
+#pragma unroll
+            for (uint32_t i = 0; i < 3; i++) mine[i] = has && 2 * i < h.count && x + 2 * i >= begin && x + 2 * i < end;
+#pragma unroll
+            for (uint32_t r = 0; r < N; r++) {
+                if (r >= nrows) break;
+                const uint32_t w[3] = {q[r].x, q[r].y, q[r].z};
+                if (look) {
+                    if (HEADS && has && h.trailer) trailer[(r * per_head + h.slice) * heads + mk_small_quot(x - h.value, g.values)] = __uint_as_float(word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
+                    if (FP8)
+#pragma unroll
+                        for (uint32_t i = 0; i < 3; i++) top[r] = __vmaxu2(top[r], mine[i] ? mk_magnitudes(w[i]) : 0);
+                    continue;
+                }
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++)
+                    if (mine[i]) mk_sts32(to + r * stride + 4 * i, FP8 ? mk_f16_pair_shifted(w[i], less[r]) : w[i]);
+            }
+#pragma unroll
+            for (uint32_t r = 0; r < N; r++) q[r] = next[r];
+        }
+        __syncwarp();
+        if (!look) break;
+        if (FP8)
+#pragma unroll
+            for (uint32_t r = 0; r < N; r++)
+                if (r < nrows) mk_row_top(d, r, mk_top_of(top[r]));
+        if (HEADS) {
+            const uint32_t head = d->warp + d->lane * MK_WARPS;
+#pragma unroll 1
+            for (uint32_t r = 0; r < nrows && head * g.values < p->x.k; r++) {
+                float squares = 0;
+#pragma unroll 1
+                for (uint32_t s = 0; s < per_head; s++) squares += trailer[(r * per_head + s) * heads + head];
+                sh->head_rstd[r][head] = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
+            }
+        }
+        __syncwarp();
+    }
+    if (FP8) { /* a lane a group, for its K blocks of the part */
+        const uint32_t group = d->warp + d->lane * MK_WARPS, first = group * g.values;
+#pragma unroll 1
+        for (uint32_t r = 0; r < nrows; r++) {
+            float factor = mk_f16_shift_of(sh->top[r][d->warp]).inverse;
+            if (HEADS && first < p->x.k) factor = __fmul_rn(factor, sh->head_rstd[r][group]);
+#pragma unroll 1
+            for (uint32_t b = first; b < first + g.values; b += 64)
+                if (b >= c0 && b < c0 + n) sh->factor[r * (stride >> 7) + (b - c0) / 64] = factor;
+        }
+    }
+    if (d->tid < nrows) mk_stage_pad(staged + d->tid * stride, n);
+}
+/* Whether values [c0, c0 + n) of the vector can be staged so, which is done then; whole: that is all of it. */
+template <uint32_t FORM> MK_DEV bool mk_gather_dealt(const mk_insn *in, bool whole, uint32_t c0, uint32_t n)
+{
+    const mk_plan *p = &mk_fed_of(in)->plan;
+    const mk_hands g = p->hands;
+    const uint32_t all = MK_WARPS * g.values, turns = g.packets ? mk_small_quot(p->x.k + all - 1, all) << (p->f32 && g.packets > 32) : 0;
+    const bool rms = p->x.prologue == MK_PRO_RMS, heads = p->x.prologue == MK_PRO_HEADNORM;
+    if (!g.packets) return false;
+    if (p->f32 || rms) {
+        if (!whole || turns > MK_LOADS_OF(true, MK_ONE_RMS)) return false;
+        p->f32 ? mk_gather_some<true, FORM, MK_ONE_RMS>(in) : mk_gather_some<false, FORM, MK_ONE_RMS>(in);
+    } else if (!whole || turns > MK_LOADS_OF(false, MK_ONE_LONG)) {
+        heads ? mk_gather_part<FORM, true>(in, c0, n, c0 != 0) : mk_gather_part<FORM, false>(in, c0, n, c0 != 0);
+    } else if (heads) {
+        mk_gather_some<false, FORM, MK_ONE_HEADS>(in);
+    } else {
+        turns == 1 ? mk_gather_some<false, FORM, MK_ONE_SHORT>(in) : turns <= MK_LOADS_OF(false, MK_ONE_PLAIN) ? mk_gather_some<false, FORM, MK_ONE_PLAIN>(in) : mk_gather_some<false, FORM, MK_ONE_LONG>(in);
+    }
+    return true;
+}
+
 template <bool F32, uint32_t FORM> MK_DEV void mk_gather_of(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
 {
     mk_fed_of(in)->plan.x.prologue == MK_PRO_RMS ? mk_gather_rows<F32, FORM, true>(in, c0, n, again) : mk_gather_rows<F32, FORM, false>(in, c0, n, again);
@@ -754,7 +1051,7 @@ MK_CALL uint32_t mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint
         memo->parity ^= 1;
     }
     __syncwarp();
-    mk_gather(in, c0, n, c0 != 0);
+    if (!(p->x.form == MK_X_F16 ? mk_gather_dealt<MK_X_F16>(in, whole, c0, n) : p->x.form == MK_X_BF16 && mk_gather_dealt<MK_X_BF16>(in, whole, c0, n))) mk_gather(in, c0, n, c0 != 0);
     mk_sync();
     return mk_smem(in);
 }
