@@ -791,14 +791,13 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
     const uint32_t left = k - value0, to0 = mk_smem(sh->staging) + 2 * value0, trailers = mk_smem(sh->red) + 128 * N * d->warp, group = d->warp + d->lane * MK_WARPS; /* of trailers: 32 places a turn and row */
     const uint32_t word = HEADS ? g.slice / 2 % 3u : 0;
     static_assert(128 * N * MK_WARPS <= MK_RED_FLOATS * 4, "trailers");
-    if (HEADS) mk_sync(); /* nobody reads the reduction area any more */
-
     uint32_t wanted = wanted_of(0), to_row = to0;
 #pragma unroll
     for (uint32_t i = 0; i < N; i++) {
         q[i] = make_uint4(0, 0, 0, 0);
         mk_packet_again(&q[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), wanted & 1u << i);
     }
+    if (HEADS) mk_sync(); /* nobody reads the reduction area any more */
 #pragma unroll 1
     for (uint32_t row0 = 0; row0 < nrows; row0 += R, to_row += R * stride) {
         mk_some_wait<T>(from, row_packets, turns, wanted, epoch, row0, packet0, q);
@@ -900,7 +899,6 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
     const uint32_t group0 = d->warp * g.values, per_head = mk_small_quot(g.values, g.slice), heads = mk_small_quot(p->x.k, g.values), rows = (1u << nrows) - 1, word = HEADS ? g.slice / 2 % 3u : 0;
     float *const trailer = sh->red; /* [row][slice of its head][head] */
     uint32_t less[N] = {};
-    if (HEADS && !again) mk_sync(); /* nobody reads the reduction area any more */
 
 #pragma unroll 1
     for (bool look = !again && (FP8 || HEADS);; look = false) {
@@ -912,7 +910,7 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
             for (uint32_t r = 0; r < N; r++) less[r] = mk_f16_shift_of(sh->top[r][d->warp]).less;
         const auto wanted_of = [&](uint32_t first) { /* rows of the lane's packet of the group that begins there */
             const uint32_t x = first + h.value;
-            return first < end && h.any && (look && HEADS ? true : x < end && x + h.count > begin) ? rows : 0;
+            return first < end && h.any && ((look && HEADS) || (h.count && x < end && x + h.count > begin)) ? rows : 0;
         };
         uint4 q[N];
         uint32_t wanted = wanted_of(at);
@@ -921,6 +919,7 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
             q[r] = make_uint4(0, 0, 0, 0);
             mk_packet_again(&q[r], f->place.in[0] + packet + r * row_packets, wanted & 1u << r);
         }
+        if (HEADS && look) mk_sync(); /* nobody reads the reduction area any more */
 #pragma unroll 1
         while (at < end) {
             const uint32_t here_p = packet, x = at + h.value, to = staged + 2 * (x - c0); /* wraps */
@@ -986,14 +985,13 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
     }
     if (d->tid < nrows) mk_stage_pad(staged + d->tid * stride, n);
 }
-/* Whether values [c0, c0 + n) of the vector can be staged so, which is done then; whole: that is all of it. */
+/* Whether values [c0, c0 + n) of a vector that is dealt can be staged so, which is done then; whole: that is all of it. */
 template <uint32_t FORM> MK_DEV bool mk_gather_dealt(const mk_insn *in, bool whole, uint32_t c0, uint32_t n)
 {
     const mk_plan *p = &mk_fed_of(in)->plan;
     const mk_hands g = p->hands;
-    const uint32_t all = MK_WARPS * g.values, turns = g.packets ? mk_small_quot(p->x.k + all - 1, all) << (p->f32 && g.packets > 32) : 0;
+    const uint32_t all = MK_WARPS * g.values, turns = mk_small_quot(p->x.k + all - 1, all) << (p->f32 && g.packets > 32);
     const bool rms = p->x.prologue == MK_PRO_RMS, heads = p->x.prologue == MK_PRO_HEADNORM;
-    if (!g.packets) return false;
     if (p->f32 || rms) {
         if (!whole || turns > MK_LOADS_OF(true, MK_ONE_RMS)) return false;
         p->f32 ? mk_gather_some<true, FORM, MK_ONE_RMS>(in) : mk_gather_some<false, FORM, MK_ONE_RMS>(in);
@@ -1051,7 +1049,9 @@ MK_CALL uint32_t mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint
         memo->parity ^= 1;
     }
     __syncwarp();
-    if (!(p->x.form == MK_X_F16 ? mk_gather_dealt<MK_X_F16>(in, whole, c0, n) : p->x.form == MK_X_BF16 && mk_gather_dealt<MK_X_BF16>(in, whole, c0, n))) mk_gather(in, c0, n, c0 != 0);
+    if (!(p->hands.packets &&
+          (p->x.form == MK_X_F16 ? mk_gather_dealt<MK_X_F16>(in, whole, c0, n) : p->x.form == MK_X_BF16 && mk_gather_dealt<MK_X_BF16>(in, whole, c0, n))))
+        mk_gather(in, c0, n, c0 != 0);
     mk_sync();
     return mk_smem(in);
 }

@@ -63,7 +63,7 @@ static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
     const mk_vec *v = &g->prog->vec[w->vec];
     const uint32_t *start = mk_vec_starts(g->prog, v), k = p->x.k, form = p->x.form;
     mk_deal d;
-    if (k % 64 || (v->trailer && !p->x.norm_group)) return 0;
+    if (k % 64 || (v->trailer && !p->x.norm_group) || (p->f32 && p->x.prologue != MK_PRO_RMS)) return 0;
     if (!mk_vec_deal(v, start, w->slice0, w->nslice, p->x.in_off, k, p->x.norm_group, &d)) {
         const int each = !p->f32 && p->x.prologue == MK_PRO_NONE && p->packets <= MK_COMPUTE && mk_staged_bytes(k, form) <= MK_STAGING;
         return each ? one_of(0, form, MK_ONE_FAR) : 0;
@@ -71,17 +71,22 @@ static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
     const uint32_t groups = (k + d.values - 1) / d.values, turns = (groups + MK_WARPS - 1) / MK_WARPS * (d.packets > 32 ? 2 : 1);
     const uint32_t length = turns == 1 ? MK_ONE_SHORT : turns <= MK_LOADS_OF(0, MK_ONE_PLAIN) ? MK_ONE_PLAIN : turns <= MK_LOADS_OF(0, MK_ONE_LONG) ? MK_ONE_LONG : MK_ONE_FAR;
     const uint32_t pro = p->x.prologue == MK_PRO_RMS ? p->f32 && turns > MK_LOADS_OF(1, MK_ONE_RMS) ? MK_ONE_FAR : MK_ONE_RMS : p->x.norm_group ? MK_ONE_HEADS : length;
+    for (uint32_t s = w->slice0, end = p->x.in_off + k; p->f32; s++) /* who gathers f32 squares whole packets: the last one must not go on with values that nobody asked for */
+        if (start[s + 1] >= end) {
+            if (start[s + 1] > end && (end - start[s]) % 3) return 0;
+            break;
+        }
     const uint32_t one = one_of(p->f32, form, pro), trailers = p->x.norm_group ? 128 * groups : 0;
     if (!one || turns > MK_LOADS_OF(p->f32, pro) || mk_staged_bytes(k, form) + trailers > MK_STAGING) return 0;
-    const mk_hands hands = {(uint8_t)d.packets, (uint8_t)d.values, (uint8_t)d.slice, (uint8_t)d.per};
-    p->hands = hands;
-    p->skip = (uint16_t)(d.per == 1 ? (p->x.in_off - start[w->slice0]) / d.slice : 0);
-    p->by_per = MK_HAND_BY(d.per);
     if (p->x.prologue == MK_PRO_RMS) {
         const mk_gain key = gain_key(g->prog, in, &p->x), *t = gain_of(g, &key);
         if (!t) return 0; /* of another program */
         p->gain = t->at;
     }
+    const mk_hands hands = {(uint8_t)d.packets, (uint8_t)d.values, (uint8_t)d.slice, (uint8_t)d.per};
+    p->hands = hands;
+    p->skip = (uint16_t)(d.per == 1 ? (p->x.in_off - start[w->slice0]) / d.slice : 0);
+    p->by_per = MK_HAND_BY(d.per);
     return one;
 }
 

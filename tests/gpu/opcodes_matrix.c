@@ -15,6 +15,7 @@ typedef struct gemv_arg {
     uint32_t k, row0;    /* row0: of the matrix, of worker 0's slice */
     uint32_t n[3];       /* rows of the workers' slices */
     uint32_t scale_k, in_off, in_f32, in_slices, norm_group, per; /* per: slices of a head */
+    uint32_t alike; /* values of the input's slices, all alike, as a planner cuts them: warps deal them among themselves; 0: in_slices of them, evenly cut */
     int local_res, local_out;
     int odd; /* gamma begins where the planner does not put it: not at a multiple of four */
     float scale;
@@ -33,7 +34,8 @@ static void gemv_make(mk_case *c, const void *arg)
         start2[w + 1] = start2[w] + a->n[w] / 2 + 1;
         if (a->n[w] > widest) widest = a->n[w];
     }
-    uint32_t slices = headnorm ? width / a->norm_group * a->per : a->in_slices ? a->in_slices : width < 7 ? 1 : 7;
+    if (a->alike) width = (width + a->alike - 1) / a->alike * a->alike;
+    uint32_t slices = headnorm ? width / a->norm_group * a->per : a->alike ? width / a->alike : a->in_slices ? a->in_slices : width < 7 ? 1 : 7;
     case_even(c, "x", a->in_f32 || f32 ? MK_F32 : MK_BF16, (int)headnorm, width, slices);
     case_packet(c, "res", MK_F32, 0, start, 3);
     case_even(c, "gate", MK_F32, 0, 7, 2);
@@ -223,5 +225,17 @@ const case_spec matrix_cases[] = {
     {"EMBED", "bf16 hidden 2304, 132 workers", E(132, .hidden = 2304, .type = MK_BF16, .scale = 1)},
     {"EMBED", "bf16 hidden 6144 scaled", E(3, .hidden = 6144, .type = MK_BF16, .scale = 0.3f)},
     {"EMBED", "f32 hidden 50", E(3, .hidden = 50, .type = MK_F32, .scale = 1)},
+    {"GEMV", "fp8 rms k 2304, f32 slices of 18", G(.wtype = FP8, .prologue = RMS, .k = 2304, .n = {17, 18, 17}, .in_f32 = 1, .alike = 18, .row0 = 110)},
+    {"GEMV", "fp8 rms silu k 2048, f32 slices of 16", G(.wtype = FP8, .prologue = RMS, .epilogue = MK_EPI_SILU, .k = 2048, .n = {20, 35, 47}, .in_f32 = 1, .alike = 16, .row0 = 100)},
+    {"GEMV", "bf16 rms k 2048, f32 slices of 16", G(.wtype = BF16, .prologue = RMS, .k = 2048, .n = {31, 96, 97}, .in_f32 = 1, .alike = 16)},
+    {"GEMV", "fp8 rms k 768, bf16 slices of 12", G(.wtype = FP8, .prologue = RMS, .k = 768, .n = {17, 64, 18}, .alike = 12)},
+    {"GEMV", "bf16 rms k 1536, bf16 slices of 64", G(.wtype = BF16, .prologue = RMS, .k = 1536, .n = {17, 18, 17}, .alike = 64)},
+    {"GEMV", "fp8 k 1024, bf16 slices of 16, add", G(.wtype = FP8, .epilogue = MK_EPI_ADD, .k = 1024, .n = {17, 18, 17}, .alike = 16, .row0 = 120)},
+    {"GEMV", "fp8 k 512 from 64, bf16 slices of 32", G(.wtype = FP8, .k = 512, .in_off = 64, .n = {64, 17, 1}, .alike = 32)},
+    {"GEMV", "fp8 k 4096, bf16 slices of 30, add", G(.wtype = FP8, .epilogue = MK_EPI_ADD, .k = 4096, .n = {17, 18, 2}, .alike = 30)},
+    {"GEMV", "fp8 k 9216, bf16 slices of 36, add", G(.wtype = FP8, .epilogue = MK_EPI_ADD, .k = 9216, .n = {17, 18, 17}, .alike = 36)},
+    {"GEMV", "bf16 k 2048, bf16 slices of 16, add", G(.wtype = BF16, .epilogue = MK_EPI_ADD, .k = 2048, .n = {15, 16, 16}, .alike = 16)},
+    {"GEMV", "bf16 k 8192, bf16 slices of 64, add", G(.wtype = BF16, .epilogue = MK_EPI_ADD, .k = 8192, .n = {15, 16, 16}, .alike = 64)},
+    {"GEMV", "fp8 rms k 512, f32, ends within a packet", G(.wtype = FP8, .prologue = RMS, .k = 512, .n = {17, 18, 17}, .in_f32 = 1, .in_slices = 1)},
     {0},
 };
