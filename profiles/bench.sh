@@ -18,10 +18,11 @@ trap 'kill -9 $pid 2>/dev/null; rm -rf "$dir"' EXIT
 bad=0
 
 start() { # mkd's flags...
+    rm -f "$dir/out" # the daemon's before may still be there when we look first
     "$BUILD/mkd" --socket-dir "$dir" --streams 1 --log-level warn "$@" >"$dir/out" 2>"$dir/err" &
     pid=$!
     for ((i = 0; i < 1200; i++)); do
-        grep -q '^mkd ready' "$dir/out" && return 0
+        grep -qs '^mkd ready' "$dir/out" && return 0
         kill -0 $pid 2>/dev/null || break
         sleep 0.1
     done

@@ -10,6 +10,7 @@ S=$(mktemp -d)
 bad=0
 declare -A EDGES=([moonlight-16b]=4213 [glm-4.7-flash]=2805 [glm52-mla]=1013 [kimi-linear-48b]=2101 [llama-3.2-1b]="245 1013")
 for p in ${PRESETS:-moonlight-16b glm-4.7-flash glm52-mla kimi-linear-48b qwen3.6-35b-a3b llama-3.2-1b}; do
+    rm -f "$S/out"
     "$BUILD/mkd" --device gpu --preset "$p" --socket-dir "$S" --streams 1 --kv-tokens 8192 --self-test no >"$S/out" 2>"$S/err" &
     P=$!
     for _ in $(seq 1200); do grep -qs ready "$S/out" && break; kill -0 $P 2>/dev/null || break; sleep 0.05; done
