@@ -199,12 +199,6 @@ template <bool ONE> MK_DEV void mk_tile_add(float4 *sum, const float *part, floa
     sum->w = __fmaf_rn(part[3], f1 * n1, sum->w);
 }
 
-/* As it is, in a register: not worked out once more where it is used, which is on the way of the token. */
-MK_DEV void mk_keep(uint32_t *x)
-{
-    asm volatile("" : "+r"(*x));
-}
-
 /* A warp's part of a segment's product: what does not depend on what is multiplied, nor on the number of tiles. */
 typedef struct mk_way {
     uint32_t first;               /* stage: how many after the ring's next */

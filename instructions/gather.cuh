@@ -1,0 +1,1011 @@
+/* How a vector gets out of its packets into the staging area, in the form that it is multiplied in (matvec.cuh): of one row, of several, whole or in parts. */
+#ifndef MK_GATHER_CUH
+#define MK_GATHER_CUH
+
+#include "instructions/mk_math.h"
+#include "megakernel/device.cuh"
+
+/* How values become f16: their exponents are lowered by so much that the largest, given by its bits as bf16, comes to lie in [2^14, 2^15), which is a multiplication by a
+ * power of two: exact but for values below 2^-29 of the largest, which keep an error of 2^-30 of it. */
+typedef struct mk_f16_shift {
+    uint32_t less;   /* of both halves of a pair of bf16 */
+    float inverse;   /* of the power of two; NaN if a value is not finite */
+} mk_f16_shift;
+MK_DEV mk_f16_shift mk_f16_shift_of(uint32_t top)
+{
+    const uint32_t e = top >> 7, less = max(e, 29u) - 29;
+    const mk_f16_shift s = {less * 0x00800080u, __uint_as_float(e < 255 ? less + 15 << 23 : 0x7fffffffu)};
+    return s;
+}
+/* A pair of bf16, of which m are the magnitudes. */
+MK_DEV uint32_t mk_f16_shifted(uint32_t pair, uint32_t m, uint32_t less)
+{
+    uint32_t by = 0u - 8 * less;
+    asm("" : "+r"(by)); /* one addition with a shift, and not both */
+    return __vmaxu2(m, less) * 8 + by | (pair & 0x80008000u);
+}
+MK_DEV uint32_t mk_magnitudes(uint32_t pair)
+{
+    return pair & 0x7fff7fffu;
+}
+MK_DEV uint32_t mk_f16_pair_shifted(uint32_t pair, uint32_t less)
+{
+    return mk_f16_shifted(pair, mk_magnitudes(pair), less);
+}
+/* The larger of a pair's magnitudes. */
+MK_DEV uint32_t mk_top_of(uint32_t m)
+{
+    return max(m >> 16, m & 0xffffu);
+}
+/* Values from k on of the row at shared address `row` are 0 up to the end of their K block: weights there are zero, the values must be finite. */
+MK_DEV void mk_stage_pad(uint32_t row, uint32_t k)
+{
+    for (; k & 63; k++) mk_sts16(row + 2 * k, 0);
+}
+
+/* Whether it matters who stores to `at` last: where nobody looks it does not, but racecheck cannot know. */
+MK_DEV bool mk_minds(uint32_t at, uint32_t nowhere)
+{
+    return MK_ARRIVALS == 1 || at != nowhere;
+}
+MK_DEV const mk_fed *mk_fed_of(const mk_insn *in)
+{
+    return (const mk_fed *)in;
+}
+
+/* A row's largest magnitude, as bf16, of which `top` is a lane's, and its sum of squares, of which `sum` is the warp's: by warp. */
+MK_DEV void mk_row_top(const mk_dev *d, uint32_t r, uint32_t top)
+{
+    top = __reduce_max_sync(0xffffffffu, top);
+    if (d->lane == 0) d->sh->top[r][d->warp] = top;
+}
+MK_DEV void mk_row_squares(const mk_dev *d, uint32_t parity, uint32_t r, float sum)
+{
+    if (d->lane == 0) d->sh->sumsq[parity][r][d->warp] = sum;
+}
+static_assert(MK_WARPS == 8, "mk_row_shift, mk_row_factor");
+/* How value k of row r becomes f16, after the barrier that follows mk_row_top: a group's values by what its warp has found, or all alike. */
+MK_DEV mk_f16_shift mk_row_shift(const mk_dev *d, const mk_plan *p, uint32_t r, uint32_t k)
+{
+    const uint32_t *t = d->sh->top[r];
+    if (p->hands.packets) return mk_f16_shift_of(t[mk_small_quot(k, p->hands.values) & (MK_WARPS - 1)]);
+    const uint4 a = *(const uint4 *)t, b = *(const uint4 *)(t + 4);
+    return mk_f16_shift_of(max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w))));
+}
+MK_DEV float mk_silu(float x)
+{
+    return __fmul_rn(x, mk_sigmoid(x));
+}
+/* 1/rms of a row whose sums of squares, by warp, are these. */
+MK_DEV float mk_rms_factor(const mk_plan *p, const float *sum)
+{
+    const float4 a = *(const float4 *)sum, b = *(const float4 *)(sum + 4);
+    return mk_rsqrt(((a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w))) * p->inv_k + p->x.eps);
+}
+/* What row r's results are to be multiplied by: 1/rms with RMS. After the barrier that follows the gathering. */
+MK_DEV float mk_row_factor(const mk_dev *d, const mk_plan *p, uint32_t r)
+{
+    return p->x.prologue != MK_PRO_RMS ? 1 : mk_rms_factor(p, d->sh->sumsq[d->memo->parity][r]);
+}
+
+/* Eight bf16 values at `at` become f16 where they lie. */
+MK_DEV void mk_f16_eight(uint32_t at, uint32_t less)
+{
+    const uint4 v = mk_lds128(at);
+    mk_sts64(at, mk_f16_pair_shifted(v.x, less), mk_f16_pair_shifted(v.y, less));
+    mk_sts64(at + 8, mk_f16_pair_shifted(v.z, less), mk_f16_pair_shifted(v.w, less));
+}
+
+/* Slices that are alike are dealt: a warp takes a group of packets, which holds whole K blocks (mk_deal, program.h), so that a lane knows by arithmetic what its packets
+ * carry. One row is gathered in one pass then: its values stay in registers until the warp knows their largest, and are stored as they are staged, in order; those of a
+ * longer vector are stored as they come, and the warp goes over its own once more. Several rows are gathered likewise, some rows at a time (mk_gather_some), or a part of all rows where they
+ * do not fit whole (mk_gather_part). Where slices are not alike (and of an RMS norm that does not fit whole, and of three planes) a thread takes the same packet of every row, whose
+ * values' places it looks up once in the host's map, and stages them as bf16; where the form is f16 a second pass multiplies them by the powers of two, after a barrier.
+ * A packet has the same thread and turn however many rows there are and whatever the chunks: so squares are added in one order, and a value meets one power of two.
+ * Words of a packet behind its last value are 0 (mk_publish_unit): they are squared and looked at as well. */
+
+/* A lane's packet of a group. */
+typedef struct mk_hand {
+    uint32_t value, count; /* its first value, from the group's on; how many */
+    uint32_t slice;        /* of the group */
+    bool any, trailer;     /* it is of the group; it has its slice's trailer */
+} mk_hand;
+template <bool F32> MK_DEV mk_hand mk_hand_of(const mk_plan *p, mk_hands g, uint32_t lane)
+{
+    const uint32_t s = lane * p->by_per >> 10, j = lane - s * g.per, first = j * (F32 ? 3 : 6);
+    mk_hand h;
+    h.any = lane < g.packets;
+    h.slice = s;
+    h.count = h.any && first < g.slice ? min(F32 ? 3u : 6u, g.slice - first) : 0;
+    h.value = s * g.slice + first;
+    h.trailer = h.any && j + 1 == g.per;
+    return h;
+}
+#define MK_HAND_BY(per) ((1024u + (per) - 1) / (per)) /* lane * this >> 10 is lane / per: per and lane are at most 32 */
+
+/* From one of a lane's turns at a row's packets to the next, and to the next but one: packets, values. An f32 group of 64 packets takes two turns. */
+typedef struct mk_turns {
+    uint32_t packets[2], values[2];
+} mk_turns;
+template <bool F32> MK_DEV mk_turns mk_turns_of(mk_hands g)
+{
+    const bool two = F32 && g.packets > 32;
+    const uint32_t packets = MK_WARPS * g.packets, values = MK_WARPS * g.values;
+    const mk_turns t = {{two ? 32u : packets, two ? packets : 2 * packets}, {two ? g.values / 2u : values, two ? values : 2 * values}};
+    return t;
+}
+MK_DEV uint32_t mk_turn_at(const uint32_t (&step)[2], uint32_t j)
+{
+    return (j & 1 ? step[0] : 0) + (j >> 1) * step[1];
+}
+/* First looks at a lane's packets of a row, the first of which is at `from` and has value `first`; any: it has some. at, value: packets and values from that on. Returns which of
+ * them carry values below k (bit j); the others are zero. */
+template <uint32_t LOADS>
+MK_DEV uint32_t mk_ask(uint4 (&q)[LOADS], uint32_t (&at)[LOADS], uint32_t (&value)[LOADS], const uint4 *from, const mk_turns &turns, bool any, uint32_t first, uint32_t k)
+{
+    uint32_t wanted = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < LOADS; j++) {
+        at[j] = mk_turn_at(turns.packets, j);
+        value[j] = mk_turn_at(turns.values, j);
+        q[j] = make_uint4(0, 0, 0, 0);
+        if (any && first + value[j] < k) {
+            wanted |= 1u << j;
+            q[j] = mk_packet_load(from + at[j]);
+        }
+    }
+    return wanted;
+}
+/* A lane writes what K blocks of the warp's `group`, which has up to three, are multiplied by. beside: mk_plan.beside. */
+MK_DEV void mk_factor_put(uint32_t k, uint32_t values, uint32_t group, uint32_t beside, float factor)
+{
+    const uint32_t v = group * values, n = min(values, k - v);
+    float *to = mk_sh()->factor + beside / 128 + v / 64;
+    to[0] = factor;
+    if (n > 64) to[1] = factor;
+    if (n > 128) to[2] = factor;
+}
+static_assert(sizeof(((mk_hands *)0)->values) == 1, "a group has fewer than 256 values, whole K blocks: three at most");
+
+/* Stages a vector of one row without a prologue whose slices are not alike, where there is a thread a packet: the host's map says what it carries. No barrier behind it yet. */
+template <uint32_t FORM> MK_DEV void mk_take_each(const mk_dev *d, const mk_insn *in)
+{
+    constexpr bool FP8 = FORM == MK_X_F16;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const uint32_t k = p->x.k, at[1] = {min(d->tid, p->packets - 1)}, map = __ldg(d->a->map + p->map + at[0]), first = MK_MAP_FIRST(map) - p->x.in_off; /* wraps */
+    const uint32_t count = d->tid < p->packets ? MK_MAP_VALUES(map) : 0, to = mk_smem(d->sh->staging) + p->beside + 2 * first;
+    bool has[6], any = false;
+#pragma unroll
+    for (uint32_t e = 0; e < 6; e++) any |= has[e] = e < count && first + e < k;
+    uint4 x[1] = {};
+    mk_packets_wait<1, true>(f->place.in[0], at, any, f->place.epoch[0], 0, 0, 0, x);
+    uint32_t w[3] = {x[0].x, x[0].y, x[0].z};
+    if (FP8) {
+        uint32_t top = 0;
+#pragma unroll
+        for (uint32_t e = 0; e < 6; e++)
+            if (has[e]) top = max(top, w[e / 2] >> (16 * (e & 1)) & 0x7fffu);
+        mk_row_top(d, 0, top);
+        mk_sync();
+        const mk_f16_shift shift = mk_row_shift(d, p, 0, 0);
+#pragma unroll
+        for (uint32_t i = 0; i < 3; i++) w[i] = mk_f16_pair_shifted(w[i], shift.less);
+        if (d->tid < k / 64) d->sh->factor[p->beside / 128 + d->tid] = shift.inverse;
+    }
+#pragma unroll
+    for (uint32_t e = 0; e < 6; e++)
+        if (has[e]) mk_sts16(to + 2 * e, w[e / 2] >> (16 * (e & 1)));
+}
+
+/* Stages the instruction's vector, of one row, out of its packets. What does not depend on them is worked out before they are waited for. No barrier behind it yet. parity: of
+ * its sums of squares. */
+template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_dev *d, const mk_insn *in, uint32_t parity)
+{
+    constexpr uint32_t LOADS = MK_LOADS_OF(F32, PRO), WORDS = F32 ? 2 : 3;
+    constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS, HEADS = PRO == MK_ONE_HEADS;
+    static_assert(LOADS <= 4 && (!RMS || LOADS == 4), "the steps of a sum over the warp");
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const mk_hands g = p->hands;
+    const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + p->beside, behind = staged + mk_staged_bytes(k, FORM), plane = mk_row_stride(k);
+    const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
+    const mk_turns turns = mk_turns_of<F32>(g);
+    const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
+    const uint4 *const from = f->place.in[0] + packet0;
+    const float4 *const gamma = (const float4 *)(sh->args.map + p->gain) + (F32 ? 1 : 2) * packet0;
+    uint4 q[LOADS];
+    float4 gain[RMS ? LOADS : 1][F32 ? 1 : 2]; /* of a packet's values; what is no value's is 0 */
+    uint32_t at[LOADS], value[LOADS], mine[WORDS]; /* mine: which of a packet's values are the lane's */
+    const uint32_t wanted = mk_ask(q, at, value, from, turns, h.any, first0, k);
+    if (RMS)
+#pragma unroll
+        for (uint32_t j = 0; j < LOADS; j++)
+#pragma unroll
+            for (uint32_t i = 0; i < (F32 ? 1 : 2); i++) gain[j][i] = wanted & 1u << j ? __ldg(gamma + (F32 ? 1 : 2) * at[j] + i) : make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (uint32_t i = 0; i < WORDS; i++) {
+        mine[i] = 2 * i >= h.count ? 0 : F32 && 2 * i + 1 >= h.count ? 0xffff : 0xffffffffu;
+        mk_keep(&mine[i]);
+    }
+    uint32_t left = k - value0, to0 = staged + 2 * value0, trailers = behind + 128 * d->warp + 4 * h.slice; /* a warp's turns are groups, each with 32 places */
+    const uint32_t word = HEADS ? g.slice / 2 % 3u : 0;
+    mk_keep(&left), mk_keep(&to0);
+    if (HEADS) mk_keep(&trailers);
+#pragma unroll
+    for (uint32_t j = 0; j < LOADS; j++) mk_keep(&value[j]);
+
+    uint32_t top = 0;
+    float sum = 0;
+    mk_packets_wait<LOADS, true>(from, at, wanted, f->place.epoch[0], 0, 0, packet0, q);
+#pragma unroll
+    for (uint32_t j = 0; j < LOADS; j++) { /* what was not asked for is zero */
+        const uint32_t to = to0 + 2 * value[j];
+        const bool has = wanted & 1u << j;
+        if (F32) {
+            float y[3] = {__uint_as_float(q[j].x), __uint_as_float(q[j].y), __uint_as_float(q[j].z)};
+            const float by[3] = {gain[RMS ? j : 0][0].x, gain[RMS ? j : 0][0].y, gain[RMS ? j : 0][0].z};
+#pragma unroll
+            for (uint32_t i = 0; i < 3; i++) {
+                sum = __fmaf_rn(y[i], y[i], sum);
+                y[i] = __fmul_rn(y[i], by[i]);
+            }
+#pragma unroll
+            for (uint32_t l = 0; l < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); l++) {
+                const uint32_t a = mk_bf16_pair(y[0], y[1]), b = mk_bf16_pair(y[2], 0);
+                if (FP8) {
+                    q[j].x = a, q[j].y = b;
+                    continue;
+                }
+                if (has && mine[0]) mk_sts16(to + l * plane, a);
+                if (has && mine[0] >> 16) mk_sts16(to + l * plane + 2, a >> 16);
+                if (has && mine[1]) mk_sts16(to + l * plane + 4, b);
+                y[0] -= __uint_as_float(a << 16), y[1] -= __uint_as_float(a & 0xffff0000u), y[2] -= __uint_as_float(b << 16);
+            }
+        } else {
+            uint32_t w[3] = {q[j].x, q[j].y, q[j].z};
+            if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * MK_WARPS * j, word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
+            if (!HEADS && left - value[j] < 6)
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
+#pragma unroll
+            for (uint32_t i = 0; i < 3; i++) {
+                if (HEADS) w[i] &= mine[i];
+                if (RMS) {
+                    const float x0 = __uint_as_float(w[i] << 16), x1 = __uint_as_float(w[i] & 0xffff0000u);
+                    sum = __fmaf_rn(x0, x0, sum);
+                    sum = __fmaf_rn(x1, x1, sum);
+                    const float4 a = gain[j][0], b = gain[j][F32 ? 0 : 1];
+                    w[i] = mk_bf16_pair(__fmul_rn(x0, i == 0 ? a.x : i == 1 ? a.z : b.x), __fmul_rn(x1, i == 0 ? a.y : i == 1 ? a.w : b.y));
+                }
+                if (!FP8 && has && mine[i]) mk_sts32(to + 4 * i, w[i]);
+            }
+            q[j].x = w[0], q[j].y = w[1], q[j].z = w[2];
+        }
+        if (FP8) {
+            top = __vmaxu2(__vmaxu2(top, mk_magnitudes(q[j].x)), mk_magnitudes(q[j].y));
+            if (!F32) top = __vmaxu2(top, mk_magnitudes(q[j].z));
+        }
+    }
+    __syncwarp();
+    if (RMS) sum = FP8 ? mk_warp_add(sum, 16) : mk_warp_sum(sum); /* step by step, for each takes long, between what follows */
+    float factor = 1;
+    if (FP8) {
+        const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
+        factor = shift.inverse;
+#pragma unroll
+        for (uint32_t j = 0; j < LOADS; j++) {
+            if (RMS) sum = mk_warp_add(sum, 8 >> j);
+            const uint32_t to = to0 + 2 * value[j], a = mk_f16_pair_shifted(q[j].x, shift.less), b = mk_f16_pair_shifted(q[j].y, shift.less);
+            const bool has = wanted & 1u << j;
+            if (F32) {
+                if (has && mine[0]) mk_sts16(to, a);
+                if (has && mine[0] >> 16) mk_sts16(to + 2, a >> 16);
+                if (has && mine[1]) mk_sts16(to + 4, b);
+            } else {
+                const uint32_t c = mk_f16_pair_shifted(q[j].z, shift.less);
+                if (has && mine[0]) mk_sts32(to, a);
+                if (has && mine[1]) mk_sts32(to + 4, b);
+                if (has && mine[WORDS - 1]) mk_sts32(to + 8, c);
+            }
+        }
+    }
+    /* a lane a group, for its K blocks */
+    const uint32_t group = d->warp + d->lane * MK_WARPS;
+    if (HEADS && group * g.values < k) {
+        float squares = 0;
+#pragma unroll 1
+        for (uint32_t s = 0; s * g.slice < g.values; s++) squares += __uint_as_float(mk_lds32(behind + 128 * group + 4 * s));
+        const float r = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
+        factor = __fmul_rn(factor, r);
+        if (!FP8) sh->head_rstd[0][group] = r;
+    }
+    if (FP8 && group * g.values < k) mk_factor_put(k, g.values, group, p->beside, factor);
+    if (RMS) mk_row_squares(d, parity, 0, sum);
+}
+
+/* The same of a longer vector, with an RMS norm if it is f32 and without a prologue if not, in loops, because what a layer runs of code is what it waits for: turn by turn what a lane
+ * asked for moves up in its registers, and values are staged as bf16; where the form is f16 the warp multiplies its own by the power of two in a second pass. (A function for both is
+ * slower: profiles/NOTES.md, twenty-fourth session.) */
+template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(const mk_dev *d, const mk_insn *in, uint32_t parity)
+{
+    constexpr uint32_t PART = F32 ? 2 : 4; /* of a lane's packets at a time */
+    static_assert(LOADS % PART == 0 && PART % 2 == 0 && FORM != MK_X_F32, "parts are whole, and whole pairs of turns");
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const mk_hands g = p->hands;
+    const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + p->beside, epoch = f->place.epoch[0];
+    const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
+    const mk_turns turns = mk_turns_of<F32>(g);
+    const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane;
+    const uint32_t packets = PART / 2 * turns.packets[1], values = PART / 2 * turns.values[1]; /* from part to part */
+    const float4 *const gamma = (const float4 *)(sh->args.map + p->gain) + packet0;
+    const uint4 *from = f->place.in[0] + packet0;
+    uint4 q[LOADS];
+    float4 gain[F32 ? LOADS : 1];
+    uint32_t at[LOADS], value[LOADS], wanted = mk_ask(q, at, value, from, turns, h.any, value0, k);
+    if (F32)
+#pragma unroll
+        for (uint32_t j = 0; j < LOADS; j++)
+            gain[j] = wanted & 1u << j ? __ldg(gamma + at[j]) : make_float4(0, 0, 0, 0);
+    uint32_t left = k - value0, to = staged + 2 * value0, first = packet0, top = 0;
+    float sum = 0;
+#pragma unroll 1
+    for (uint32_t turn = 0, v = group0; turn < LOADS && v < k; turn += PART, v += values) {
+        uint32_t here[PART];
+#pragma unroll
+        for (uint32_t j = 0; j < PART; j++) here[j] = at[j];
+        mk_packets_wait<PART, true>(from, here, wanted & (1u << PART) - 1, epoch, 0, 0, first, *(uint4(*)[PART])q);
+#pragma unroll
+        for (uint32_t j = 0; j < PART; j++) { /* what was not asked for is zero */
+            const uint32_t place = to + 2 * value[j], count = wanted & 1u << j ? h.count : 0;
+            if (F32) {
+                const float y[3] = {__uint_as_float(q[j].x), __uint_as_float(q[j].y), __uint_as_float(q[j].z)};
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++) sum = __fmaf_rn(y[i], y[i], sum);
+                const uint32_t a = mk_bf16_pair(__fmul_rn(y[0], gain[j].x), __fmul_rn(y[1], gain[j].y)), b = mk_bf16_pair(__fmul_rn(y[2], gain[j].z), 0);
+                top = __vmaxu2(__vmaxu2(top, mk_magnitudes(a)), mk_magnitudes(b));
+                if (count > 0) mk_sts16(place, a);
+                if (count > 1) mk_sts16(place + 2, a >> 16);
+                if (count > 2) mk_sts16(place + 4, b);
+            } else {
+                uint32_t w[3] = {q[j].x, q[j].y, q[j].z};
+                if (__builtin_expect(left - value[j] < 6, 0))
+#pragma unroll
+                    for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
+                top = __vmaxu2(__vmaxu2(__vmaxu2(top, mk_magnitudes(w[0])), mk_magnitudes(w[1])), mk_magnitudes(w[2]));
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++)
+                    if (count > 2 * i) mk_sts32(place + 4 * i, w[i]);
+            }
+        }
+#pragma unroll
+        for (uint32_t j = 0; j + PART < LOADS; j++) {
+            q[j] = q[j + PART];
+            if (F32) gain[j] = gain[j + PART];
+        }
+        wanted >>= PART, from += packets, first += packets, to += 2 * values, left -= values;
+    }
+    __syncwarp();
+    if (FORM == MK_X_F16) {
+        const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
+        const uint32_t eights = g.values / 8, both = eights <= 16, e = both ? d->lane & 15 : d->lane, group = d->warp + d->lane * MK_WARPS; /* both: two groups at a time */
+        const uint32_t begin = staged + 2 * (group0 + (both && d->lane > 15 ? MK_WARPS * g.values : 0)) + 16 * e, end = e < eights ? staged + 2 * k : 0;
+#pragma unroll 2
+        for (uint32_t i = begin; i < end; i += 2 * MK_WARPS * g.values << both) mk_f16_eight(i, shift.less);
+        if (group * g.values < k) mk_factor_put(k, g.values, group, p->beside, shift.inverse);
+    }
+    if (F32) mk_row_squares(d, parity, 0, mk_warp_sum(sum));
+}
+
+/* Whether anybody publishes that packet. */
+MK_DEV bool mk_map_used(uint32_t m)
+{
+    return MK_MAP_VALUES(m) || MK_MAP_TRAILER(m) < 3;
+}
+/* Whether the vector of wait 0 is staged as the instruction wants it. */
+MK_DEV bool mk_is_staged(const mk_fed *f)
+{
+    const mk_shared *sh = mk_sh();
+    const mk_memo *memo = &sh->memo[threadIdx.x / 32];
+    return mk_uniform(memo->staged == f->plan.key && memo->step == sh->step.seq);
+}
+/* Stages wait 0's vector, of one row whose packets are dealt, unless it is staged. All compute threads call it; no barrier behind it yet. A function a form and prologue, and not part of
+ * who multiplies: GEMVs, ROUTE and LM_HEAD gather alike, and code is larger than the caches. Returns mk_smem of its argument, which nobody has to keep over the call. */
+template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL uint32_t mk_gather_one(const mk_insn *in)
+{
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_plan *p = &mk_fed_of(in)->plan;
+    mk_memo *memo = d->memo;
+    const uint32_t step = d->sh->step.seq, parity = memo->parity ^ 1; /* sums and scales of the vector before may still be read */
+    if (mk_is_staged(mk_fed_of(in))) return mk_smem(in);
+    __syncwarp();
+    if (d->lane == 0) {
+        memo->staged = p->key;
+        memo->step = step;
+        memo->parity = parity;
+    }
+    if constexpr (MK_LOADS_OF(F32, PRO) <= 4)
+        mk_take<F32, FORM, PRO>(d, in, parity);
+    else if (PRO == MK_ONE_FAR && !F32 && !p->hands.packets)
+        mk_take_each<FORM>(d, in);
+    else
+        mk_take_long<F32, FORM, MK_LOADS_OF(F32, PRO)>(d, in, parity);
+    return mk_smem(in);
+}
+/* Such a vector with an RMS norm: h. */
+MK_DEV uint32_t mk_gather_rms(const mk_insn *in)
+{
+    return mk_fed_of(in)->plan.x.form == MK_X_F16 ? mk_gather_one<true, MK_X_F16, MK_ONE_RMS>(in) : mk_gather_one<true, MK_X_BF16, MK_ONE_RMS>(in);
+}
+MK_DEV bool mk_is_whole(const mk_plan *p, uint32_t nrows)
+{
+    return mk_staged_bytes(p->x.k, p->x.form) * nrows <= MK_STAGING;
+}
+/* Waits for packet p of all rows, of which q are earlier looks. While they are late one of them alone is looked at again and again: 132 workers would ask for
+ * 32 KB each. */
+MK_DEV void mk_rows_wait(const uint4 *from, uint32_t row_packets, uint32_t nrows, uint32_t p, uint32_t epoch, uint4 *q)
+{
+    uint32_t looks = 0;
+    for (bool more = true; more;) {
+        uint32_t late = MK_MAX_ROWS;
+#pragma unroll
+        for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
+            if (r < nrows && q[r].w != epoch) late = r;
+        if (late == MK_MAX_ROWS) break;
+        uint32_t found;
+        do
+            found = mk_packet_load(from + late * row_packets).w;
+        while ((more = mk_still_waiting(++looks, 0, late, p, found)) && found != epoch);
+#pragma unroll
+        for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
+            mk_packet_again(&q[r], from + r * row_packets, r < nrows && q[r].w != epoch);
+    }
+    mk_waited(looks);
+}
+
+/* From a thread's packet p of a row, its turn *n, to its next one. */
+MK_DEV uint32_t mk_turn_next(uint32_t *n, mk_turns t, uint32_t p)
+{
+    return p + ((*n)++ & 1 ? t.packets[1] - t.packets[0] : t.packets[0]);
+}
+
+/* Any number of rows, any chunk [c0, c0 + n) of any vector. again: another chunk of a vector that has been looked at as a whole. */
+template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
+{
+    constexpr uint32_t VALUES = F32 ? 3 : 6;
+    constexpr bool PAIRS = !F32 && !RMS; /* bf16 values are staged as they come, two at a time where both fall into one word */
+    const mk_dev here = mk_here(in), *d = &here;
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *plan = &f->plan;
+    const mk_wait *wait = &in->wait[0];
+    const mk_vec *v = &sh->vec[wait->vec];
+    const uint32_t row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0], nrows = d->step->nrows, k = plan->x.k, off = plan->x.in_off;
+    const uint32_t staged = mk_smem(sh->staging), stride = mk_row_stride(n), plane = nrows * stride, *map = sh->args.map + plan->map;
+    const float *gamma = sh->args.param + plan->x.param_off;
+    const uint4 *base = f->place.in[0];
+    const bool heads = !RMS && plan->x.prologue == MK_PRO_HEADNORM;
+    float *const trailer = sh->red; /* [row][slice] */
+    mk_hands g = plan->hands;
+    if (!g.packets) g.packets = 32;
+    const mk_turns turns = mk_turns_of<F32>(g);
+    if (heads && !again) mk_sync(); /* nobody reads the reduction area any more */
+
+    /* A chunk's first pass looks at the whole vector, if that is of any use, and stages nothing. */
+#pragma unroll 1
+    for (bool look = !again, stage = again || n == k || (FORM != MK_X_F16 && !RMS && !heads);; stage = true) {
+        const uint32_t c = stage ? c0 : 0, end = stage ? n : k; /* this pass is about values [c, c + end) */
+        uint32_t lo = 0, hi = plan->packets;
+        if (end < k) {
+            const uint16_t *start = sh->start + v->start_index + wait->slice0;
+            lo = mk_find_slice(start, wait->nslice, off + c, d->lane) * v->slice_packets;
+            hi = (mk_find_slice(start, wait->nslice, off + c + end - 1, d->lane) + 1) * v->slice_packets;
+        }
+        uint32_t top[MK_MAX_ROWS] = {}, turn_n = 0;
+        float sum[MK_MAX_ROWS] = {};
+        uint4 q[MK_MAX_ROWS] = {};
+        uint32_t p = d->lane < g.packets ? plan->skip + d->warp * g.packets + d->lane : hi;
+        while (p < lo) p = mk_turn_next(&turn_n, turns, p);
+        if (p < hi)
+#pragma unroll
+            for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
+                if (r < nrows) q[r] = mk_packet_load(base + p + r * row_packets);
+        uint32_t next = p < hi ? __ldg(map + p) : 0;
+#pragma unroll 1
+        while (p < hi) {
+            const uint32_t m = next, here_p = p;
+            p = mk_turn_next(&turn_n, turns, p);
+            const int at = (int)(MK_MAP_FIRST(m) - off - c), count = min((int)MK_MAP_VALUES(m), (int)end - at); /* values [max(0, -at), count) are ours */
+            const bool ahead = p < hi;
+            float gain[VALUES] = {};
+            uint32_t to[VALUES], mask[VALUES], turn = 0x3210;
+            const uint32_t nowhere = staged + stride - 32; /* between two rows nobody looks */
+            if (ahead) next = __ldg(map + p);
+#pragma unroll
+            for (int e = 0; e < (int)VALUES; e++) {
+                const bool ours = at + e >= 0 && e < count;
+                to[e] = ours ? staged + 2 * (at + e) : nowhere;
+                mask[e] = ours ? 0xffffffffu : 0;
+                if (RMS && ours) gain[e] = __ldg(gamma + c + at + e);
+            }
+            uint32_t single = 0, last = 0;
+            if constexpr (PAIRS) { /* to[0..2]: three words; to[3], to[4]: value 0 and the last one, where they are alone in their words */
+                const bool odd = at & 1;
+                const int l = count - 1;
+#pragma unroll
+                for (int e = 0; e < 3; e++) mask[e] = (mask[2 * e] & 0xffffu) | (mask[2 * e + 1] & 0xffff0000u);
+                const bool first_ours = at >= 0 && count > 0, last_ours = at + l >= 0 && l >= 0;
+                turn = odd ? 0x5432 : 0x3210;
+#pragma unroll
+                for (int e = 0; e < 3; e++) {
+                    const int i = 2 * e + (odd ? 1 : 0);
+                    to[e] = at + i >= 0 && i + 1 < count ? staged + 2 * (at + i) : nowhere;
+                }
+                to[3] = odd && first_ours ? staged + 2 * at : nowhere;
+                to[4] = !((at + l) & 1) && last_ours ? staged + 2 * (at + l) : nowhere;
+                single = (uint32_t)l >> 1;
+                last = l & 1 ? 16 : 0;
+            }
+            if (mk_map_used(m)) mk_rows_wait(base + here_p, row_packets, nrows, here_p, epoch, q);
+            uint4 after[MK_MAX_ROWS] = {}; /* the next packet of all rows, on its way while these are staged: one asked for in the midst of them would be waited for at once */
+#pragma unroll
+            for (uint32_t r = 0; r < MK_MAX_ROWS; r++) mk_packet_again(&after[r], base + p + r * row_packets, ahead && r < nrows);
+#pragma unroll
+            for (uint32_t r = 0; r < MK_MAX_ROWS; r++) {
+                if (r >= nrows) break;
+                const uint32_t word[3] = {q[r].x, q[r].y, q[r].z}, row = r * stride;
+                if (heads && look && MK_MAP_TRAILER(m) < 3)
+                    trailer[r * wait->nslice + MK_MAP_SLICE(m) - wait->slice0] = __uint_as_float(MK_MAP_TRAILER(m) == 0 ? word[0] : MK_MAP_TRAILER(m) == 1 ? word[1] : word[2]);
+                if constexpr (PAIRS) {
+                    if (FORM == MK_X_F16)
+#pragma unroll
+                        for (int e = 0; e < 3; e++) top[r] = __vmaxu2(top[r], mk_magnitudes(word[e] & mask[e]));
+                    if (!stage) continue;
+                    if (mk_minds(to[0], nowhere)) mk_sts32(to[0] + row, __byte_perm(word[0], word[1], turn));
+                    if (mk_minds(to[1], nowhere)) mk_sts32(to[1] + row, __byte_perm(word[1], word[2], turn));
+                    if (mk_minds(to[2], nowhere)) mk_sts32(to[2] + row, __byte_perm(word[2], 0, turn));
+                    if (mk_minds(to[3], nowhere)) mk_sts16(to[3] + row, word[0]);
+                    if (mk_minds(to[4], nowhere)) mk_sts16(to[4] + row, (single == 0 ? word[0] : single == 1 ? word[1] : word[2]) >> last);
+                } else {
+#pragma unroll
+                    for (uint32_t e = 0; e < VALUES; e++) {
+                        const uint32_t bits = (F32 ? word[e % 3] : e & 1 ? word[e / 2] & 0xffff0000u : word[e / 2] << 16) & mask[e];
+                        float y = __uint_as_float(bits);
+                        if (RMS) {
+                            sum[r] = __fmaf_rn(y, y, sum[r]);
+                            y = __fmul_rn(y, gain[e]);
+                        }
+                        if (FORM == MK_X_F16) top[r] = max(top[r], mk_bf16_bits(y) & 0x7fffu);
+                        if (!stage) continue;
+#pragma unroll
+                        for (uint32_t i = 0; i < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); i++) {
+                            const uint32_t b = mk_bf16_bits(y);
+                            if (mk_minds(to[e], nowhere)) mk_sts16(to[e] + row + i * plane, b);
+                            y -= mk_bf16_value(b);
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (uint32_t r = 0; r < MK_MAX_ROWS; r++) q[r] = after[r];
+        }
+        __syncwarp();
+        if (look) {
+            if (FORM == MK_X_F16)
+#pragma unroll
+                for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
+                    if (r < nrows) mk_row_top(d, r, mk_top_of(top[r]));
+            if (RMS) { /* each as mk_warp_sum would have it */
+                const float s = mk_warp_eight(sum, d->lane);
+                if ((d->lane & 3) == 0) sh->sumsq[d->memo->parity][d->lane / 4][d->warp] = s;
+            }
+        }
+        if (stage) break;
+        look = false;
+    }
+
+    if (d->tid < nrows * (FORM == MK_X_F32 ? MK_PLANES_F32 : 1)) mk_stage_pad(staged + d->tid * stride, n);
+    if (FORM != MK_X_F16 && !heads) return;
+    mk_sync();
+    if (heads && !again) {
+        const uint32_t n_heads = mk_small_quot(k, plan->x.norm_group), per = mk_small_quot(wait->nslice, n_heads);
+#pragma unroll 1
+        for (uint32_t i = d->tid; i < nrows * n_heads; i += MK_COMPUTE) {
+            const uint32_t r = mk_small_quot(i, n_heads), h = i - r * n_heads;
+            float s = 0;
+#pragma unroll 1
+            for (uint32_t t = 0; t < per; t++) s += trailer[r * wait->nslice + h * per + t];
+            sh->head_rstd[r][h] = mk_rsqrt(__fmaf_rn(s, plan->inv_k, plan->x.eps));
+        }
+    }
+    if (FORM == MK_X_F16) {
+        if (heads) mk_sync();
+        const uint32_t blocks = (n + 63) / 64, eights = blocks * 8;
+#pragma unroll 1
+        for (uint32_t i = d->tid; i < nrows * blocks; i += MK_COMPUTE) {
+            const uint32_t r = mk_small_quot(i, blocks), v = c0 + (i - r * blocks) * 64;
+            const float x = mk_row_shift(d, plan, r, v).inverse;
+            sh->factor[i] = heads ? __fmul_rn(x, sh->head_rstd[r][v / 64 >> plan->head_shift]) : x;
+        }
+        const uint32_t ways = nrows > 4 ? 1 : nrows > 2 ? 2 : nrows > 1 ? 4 : 8, r = d->warp / ways, part = d->warp & (ways - 1); /* warps of a row */
+        if (r >= nrows) return;
+#pragma unroll 2
+        for (uint32_t i = part * 32 + d->lane; i < eights; i += ways * 32) {
+            const uint32_t less = mk_row_shift(d, plan, r, c0 + i * 8).less;
+            mk_f16_eight(staged + r * stride + i * 16, less);
+        }
+    }
+}
+
+/* A lane's packet of a row, as its values are staged: to shared address `at`. */
+template <bool F32> MK_DEV void mk_some_put(uint32_t at, bool has, const uint32_t (&mine)[F32 ? 2 : 3], uint4 x)
+{
+    if (F32) {
+        if (has && mine[0]) mk_sts16(at, x.x);
+        if (has && mine[0] >> 16) mk_sts16(at + 2, x.x >> 16);
+        if (has && mine[1]) mk_sts16(at + 4, x.y);
+    } else {
+        if (has && mine[0]) mk_sts32(at, x.x);
+        if (has && mine[1]) mk_sts32(at + 4, x.y);
+        if (has && mine[F32 ? 1 : 2]) mk_sts32(at + 8, x.z);
+    }
+}
+/* Waits for packets of some rows, of which q are earlier looks: packet `turns` j of row r is q[r * T + j], if that bit of `wanted` is set. While some are late a lane looks at the last of
+ * its own alone, again and again: 132 workers would ask for 32 KB each. from: packet packet0 of row row0. */
+template <uint32_t T, uint32_t N>
+MK_DEV void mk_some_wait(const uint4 *from, uint32_t row_packets, const mk_turns &turns, uint32_t wanted, uint32_t epoch, uint32_t row0, uint32_t packet0, uint4 (&q)[N])
+{
+    uint32_t looks = 0;
+    bool more = true;
+    do {
+        uint32_t late = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) late |= q[i].w != epoch ? wanted & 1u << i : 0;
+        if (!__any_sync(0xffffffffu, late)) break;
+        if (late) {
+            const uint32_t last = 31 - __clz(late), r = last / T, at = mk_turn_at(turns.packets, last % T);
+            uint32_t found;
+            do
+                found = mk_packet_load(from + r * row_packets + at).w;
+            while ((more = mk_still_waiting(++looks, 0, row0 + r, packet0 + at, found)) && found != epoch);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) mk_packet_again(&q[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), late & 1u << i);
+    } while (__all_sync(0xffffffffu, more));
+    mk_waited(looks);
+}
+/* Stages a vector of several rows whose packets are dealt and which fits whole: each row as mk_take has it, so many rows at a time that a lane has eight packets of them on their way, those of
+ * the next while these are staged. No barrier behind it yet. */
+template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(const mk_insn *in)
+{
+    constexpr uint32_t T = MK_LOADS_OF(F32, PRO), N = 8, R = N / T, WORDS = F32 ? 2 : 3;
+    constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS, HEADS = PRO == MK_ONE_HEADS;
+    static_assert(T * R == N && FORM != MK_X_F32, "whole rows");
+    const mk_dev here = mk_here(in), *d = &here;
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const mk_vec *v = &sh->vec[in->wait[0].vec];
+    const mk_hands g = p->hands;
+    const uint32_t k = p->x.k, nrows = d->step->nrows, stride = mk_row_stride(k), row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0], parity = d->memo->parity;
+    const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
+    const mk_turns turns = mk_turns_of<F32>(g);
+    const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
+    const float4 *const gamma = (const float4 *)(sh->args.map + p->gain) + (F32 ? 1 : 2) * packet0;
+    const uint4 *from = f->place.in[0] + packet0;
+    uint4 q[N];
+    float4 gain[RMS ? T : 1][F32 ? 1 : 2]; /* of a packet's values; what is no value's is 0 */
+    uint32_t value[T], mine[WORDS], turn = 0; /* turn: which of its turns the lane has a packet in; mine: which of a packet's values are the lane's */
+#pragma unroll
+    for (uint32_t j = 0; j < T; j++) {
+        value[j] = mk_turn_at(turns.values, j);
+        if (h.any && first0 + value[j] < k) turn |= 1u << j;
+        if (RMS)
+#pragma unroll
+            for (uint32_t i = 0; i < (F32 ? 1 : 2); i++) gain[j][i] = turn & 1u << j ? __ldg(gamma + (F32 ? 1 : 2) * mk_turn_at(turns.packets, j) + i) : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < WORDS; i++) mine[i] = 2 * i >= h.count ? 0 : F32 && 2 * i + 1 >= h.count ? 0xffff : 0xffffffffu;
+    /* the lane's packets of the rows from `row` on: all but those behind the last row */
+    const auto wanted_of = [&](uint32_t row) {
+        uint32_t all = 0;
+#pragma unroll
+        for (uint32_t r = 0; r < R; r++) all |= row + r < nrows ? turn << T * r : 0;
+        return all;
+    };
+    const uint32_t left = k - value0, to0 = mk_smem(sh->staging) + 2 * value0, trailers = mk_smem(sh->red) + 128 * N * d->warp, group = d->warp + d->lane * MK_WARPS; /* of trailers: 32 places a turn and row */
+    const uint32_t word = HEADS ? g.slice / 2 % 3u : 0;
+    static_assert(128 * N * MK_WARPS <= MK_RED_FLOATS * 4, "trailers");
+    uint32_t wanted = wanted_of(0), to_row = to0;
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++) {
+        q[i] = make_uint4(0, 0, 0, 0);
+        mk_packet_again(&q[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), wanted & 1u << i);
+    }
+    if (HEADS) mk_sync(); /* nobody reads the reduction area any more */
+#pragma unroll 1
+    for (uint32_t row0 = 0; row0 < nrows; row0 += R, to_row += R * stride) {
+        mk_some_wait<T>(from, row_packets, turns, wanted, epoch, row0, packet0, q);
+        uint4 next[N];
+        from += R * row_packets;
+        wanted = wanted_of(row0 + R);
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) {
+            next[i] = make_uint4(0, 0, 0, 0);
+            mk_packet_again(&next[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), wanted & 1u << i);
+        }
+#pragma unroll
+        for (uint32_t r = 0; r < R; r++) {
+            if (row0 + r >= nrows) break;
+            const uint32_t to = to_row + r * stride;
+            uint32_t top = 0;
+            float sum = 0;
+#pragma unroll
+            for (uint32_t j = 0; j < T; j++) { /* what was not asked for is zero */
+                uint4 &x = q[r * T + j];
+                const uint32_t at = to + 2 * value[j];
+                const bool has = turn & 1u << j;
+                if (F32) {
+                    float y[3] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z)};
+                    const float by[3] = {gain[RMS ? j : 0][0].x, gain[RMS ? j : 0][0].y, gain[RMS ? j : 0][0].z};
+#pragma unroll
+                    for (uint32_t i = 0; i < 3; i++) {
+                        sum = __fmaf_rn(y[i], y[i], sum);
+                        y[i] = __fmul_rn(y[i], by[i]);
+                    }
+                    x.x = mk_bf16_pair(y[0], y[1]), x.y = mk_bf16_pair(y[2], 0), x.z = 0;
+                } else {
+                    uint32_t w[3] = {x.x, x.y, x.z};
+                    if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * (r * T + j) + 4 * h.slice, word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
+                    if (!HEADS && left - value[j] < 6)
+#pragma unroll
+                        for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
+#pragma unroll
+                    for (uint32_t i = 0; i < 3; i++) {
+                        if (HEADS) w[i] &= mine[i];
+                        if (!RMS) continue;
+                        const float x0 = __uint_as_float(w[i] << 16), x1 = __uint_as_float(w[i] & 0xffff0000u);
+                        sum = __fmaf_rn(x0, x0, sum);
+                        sum = __fmaf_rn(x1, x1, sum);
+                        const float4 a = gain[RMS ? j : 0][0], b = gain[RMS ? j : 0][F32 ? 0 : 1];
+                        w[i] = mk_bf16_pair(__fmul_rn(x0, i == 0 ? a.x : i == 1 ? a.z : b.x), __fmul_rn(x1, i == 0 ? a.y : i == 1 ? a.w : b.y));
+                    }
+                    x.x = w[0], x.y = w[1], x.z = w[2];
+                }
+                if (FP8)
+                    top = __vmaxu2(__vmaxu2(__vmaxu2(top, mk_magnitudes(x.x)), mk_magnitudes(x.y)), mk_magnitudes(x.z));
+                else
+                    mk_some_put<F32>(at, has, mine, x);
+            }
+            __syncwarp();
+            if (RMS) mk_row_squares(d, parity, row0 + r, mk_warp_sum(sum));
+            float factor = 1;
+            if (FP8) {
+                const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
+                factor = shift.inverse;
+#pragma unroll
+                for (uint32_t j = 0; j < T; j++) {
+                    const uint4 x = q[r * T + j];
+                    mk_some_put<F32>(to + 2 * value[j], turn & 1u << j, mine,
+                                     make_uint4(mk_f16_pair_shifted(x.x, shift.less), mk_f16_pair_shifted(x.y, shift.less), F32 ? 0 : mk_f16_pair_shifted(x.z, shift.less), 0));
+                }
+            }
+            /* a lane a group, for its K blocks */
+            if (HEADS && group * g.values < k) {
+                float squares = 0;
+#pragma unroll 1
+                for (uint32_t s = 0; s * g.slice < g.values; s++) squares += __uint_as_float(mk_lds32(trailers + 128 * (r * T + d->lane) + 4 * s));
+                const float rstd = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
+                factor = __fmul_rn(factor, rstd);
+                if (!FP8) sh->head_rstd[row0 + r][group] = rstd;
+            }
+            if (FP8 && group * g.values < k) mk_factor_put(k, g.values, group, (row0 + r) * (stride & ~127u), factor);
+        }
+        if (HEADS) __syncwarp(); /* the trailers are read */
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) q[i] = next[i];
+    }
+}
+/* Stages values [c0, c0 + n) of such a vector of bf16 without an RMS norm, a lane's packet of all rows at a time. again: it is not the vector's first part, of which all of it has been looked
+ * at for what no part can say: largest values and norms of heads. No barrier behind it yet. */
+template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
+{
+    constexpr bool FP8 = FORM == MK_X_F16;
+    constexpr uint32_t N = MK_MAX_ROWS;
+    const mk_dev here = mk_here(in), *d = &here;
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const mk_vec *v = &sh->vec[in->wait[0].vec];
+    const mk_hands g = p->hands;
+    const uint32_t nrows = d->step->nrows, stride = mk_row_stride(n), row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0], staged = mk_smem(sh->staging);
+    const mk_hand h = mk_hand_of<false>(p, g, d->lane);
+    const mk_turns turns = mk_turns_of<false>(g);
+    const uint32_t group0 = d->warp * g.values, per_head = mk_small_quot(g.values, g.slice), heads = mk_small_quot(p->x.k, g.values), rows = (1u << nrows) - 1, word = HEADS ? g.slice / 2 % 3u : 0;
+    float *const trailer = sh->red; /* [row][slice of its head][head] */
+    uint32_t less[N] = {};
+
+#pragma unroll 1
+    for (bool look = !again && (FP8 || HEADS);; look = false) {
+        const uint32_t begin = look ? 0 : c0, end = look ? p->x.k : c0 + n;
+        uint32_t at = group0, packet = p->skip + d->warp * g.packets + d->lane, top[N] = {}; /* at: the group's first value */
+        for (; at + g.values <= begin; at += turns.values[0]) packet += turns.packets[0];
+        if (FP8 && !look)
+#pragma unroll
+            for (uint32_t r = 0; r < N; r++) less[r] = mk_f16_shift_of(sh->top[r][d->warp]).less;
+        const auto wanted_of = [&](uint32_t first) { /* rows of the lane's packet of the group that begins there */
+            const uint32_t x = first + h.value;
+            return first < end && h.any && ((look && HEADS) || (h.count && x < end && x + h.count > begin)) ? rows : 0;
+        };
+        uint4 q[N];
+        uint32_t wanted = wanted_of(at);
+#pragma unroll
+        for (uint32_t r = 0; r < N; r++) {
+            q[r] = make_uint4(0, 0, 0, 0);
+            mk_packet_again(&q[r], f->place.in[0] + packet + r * row_packets, wanted & 1u << r);
+        }
+        if (HEADS && look) mk_sync(); /* nobody reads the reduction area any more */
+#pragma unroll 1
+        while (at < end) {
+            const uint32_t here_p = packet, x = at + h.value, to = staged + 2 * (x - c0); /* wraps */
+            const bool has = wanted;
+            mk_some_wait<1>(f->place.in[0] + here_p, row_packets, turns, wanted, epoch, 0, here_p, q);
+            at += turns.values[0], packet += turns.packets[0];
+            wanted = wanted_of(at);
+            uint4 next[N];
+#pragma unroll
+            for (uint32_t r = 0; r < N; r++) {
+                next[r] = make_uint4(0, 0, 0, 0);
+                mk_packet_again(&next[r], f->place.in[0] + packet + r * row_packets, wanted & 1u << r);
+            }
+            bool mine[3];
+#pragma unroll
+            for (uint32_t i = 0; i < 3; i++) mine[i] = has && 2 * i < h.count && x + 2 * i >= begin && x + 2 * i < end;
+#pragma unroll
+            for (uint32_t r = 0; r < N; r++) {
+                if (r >= nrows) break;
+                const uint32_t w[3] = {q[r].x, q[r].y, q[r].z};
+                if (look) {
+                    if (HEADS && has && h.trailer) trailer[(r * per_head + h.slice) * heads + mk_small_quot(x - h.value, g.values)] = __uint_as_float(word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
+                    if (FP8)
+#pragma unroll
+                        for (uint32_t i = 0; i < 3; i++) top[r] = __vmaxu2(top[r], mine[i] ? mk_magnitudes(w[i]) : 0);
+                    continue;
+                }
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++)
+                    if (mine[i]) mk_sts32(to + r * stride + 4 * i, FP8 ? mk_f16_pair_shifted(w[i], less[r]) : w[i]);
+            }
+#pragma unroll
+            for (uint32_t r = 0; r < N; r++) q[r] = next[r];
+        }
+        __syncwarp();
+        if (!look) break;
+        if (FP8)
+#pragma unroll
+            for (uint32_t r = 0; r < N; r++)
+                if (r < nrows) mk_row_top(d, r, mk_top_of(top[r]));
+        if (HEADS) {
+            const uint32_t head = d->warp + d->lane * MK_WARPS;
+#pragma unroll 1
+            for (uint32_t r = 0; r < nrows && head * g.values < p->x.k; r++) {
+                float squares = 0;
+#pragma unroll 1
+                for (uint32_t s = 0; s < per_head; s++) squares += trailer[(r * per_head + s) * heads + head];
+                sh->head_rstd[r][head] = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
+            }
+        }
+        __syncwarp();
+    }
+    if (FP8) { /* a lane a group, for its K blocks of the part */
+        const uint32_t group = d->warp + d->lane * MK_WARPS, first = group * g.values;
+#pragma unroll 1
+        for (uint32_t r = 0; r < nrows; r++) {
+            float factor = mk_f16_shift_of(sh->top[r][d->warp]).inverse;
+            if (HEADS && first < p->x.k) factor = __fmul_rn(factor, sh->head_rstd[r][group]);
+#pragma unroll 1
+            for (uint32_t b = first; b < first + g.values; b += 64)
+                if (b >= c0 && b < c0 + n) sh->factor[r * (stride >> 7) + (b - c0) / 64] = factor;
+        }
+    }
+    if (d->tid < nrows) mk_stage_pad(staged + d->tid * stride, n);
+}
+/* Whether values [c0, c0 + n) of a vector that is dealt can be staged so, which is done then; whole: that is all of it. */
+template <uint32_t FORM> MK_DEV bool mk_gather_dealt(const mk_insn *in, bool whole, uint32_t c0, uint32_t n)
+{
+    const mk_plan *p = &mk_fed_of(in)->plan;
+    const mk_hands g = p->hands;
+    const uint32_t all = MK_WARPS * g.values, turns = mk_small_quot(p->x.k + all - 1, all) << (p->f32 && g.packets > 32);
+    const bool rms = p->x.prologue == MK_PRO_RMS, heads = p->x.prologue == MK_PRO_HEADNORM;
+    if (p->f32 || rms) {
+        if (!whole || turns > MK_LOADS_OF(true, MK_ONE_RMS)) return false;
+        p->f32 ? mk_gather_some<true, FORM, MK_ONE_RMS>(in) : mk_gather_some<false, FORM, MK_ONE_RMS>(in);
+    } else if (!whole || turns > MK_LOADS_OF(false, MK_ONE_LONG)) {
+        heads ? mk_gather_part<FORM, true>(in, c0, n, c0 != 0) : mk_gather_part<FORM, false>(in, c0, n, c0 != 0);
+    } else if (heads) {
+        mk_gather_some<false, FORM, MK_ONE_HEADS>(in);
+    } else {
+        turns == 1 ? mk_gather_some<false, FORM, MK_ONE_SHORT>(in) : turns <= MK_LOADS_OF(false, MK_ONE_PLAIN) ? mk_gather_some<false, FORM, MK_ONE_PLAIN>(in) : mk_gather_some<false, FORM, MK_ONE_LONG>(in);
+    }
+    return true;
+}
+
+template <bool F32, uint32_t FORM> MK_DEV void mk_gather_of(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
+{
+    mk_fed_of(in)->plan.x.prologue == MK_PRO_RMS ? mk_gather_rows<F32, FORM, true>(in, c0, n, again) : mk_gather_rows<F32, FORM, false>(in, c0, n, again);
+}
+MK_DEV void mk_gather(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
+{
+    const mk_plan *p = &mk_fed_of(in)->plan;
+    if (p->x.form == MK_X_F16)
+        p->f32 ? mk_gather_of<true, MK_X_F16>(in, c0, n, again) : mk_gather_of<false, MK_X_F16>(in, c0, n, again);
+    else if (p->x.form == MK_X_F32)
+        mk_gather_of<true, MK_X_F32>(in, c0, n, again);
+    else
+        p->f32 ? mk_gather_of<true, MK_X_BF16>(in, c0, n, again) : mk_gather_of<false, MK_X_BF16>(in, c0, n, again);
+}
+
+/* Stages values [c0, c0 + n) of wait 0's vector; whole: that is all of it, which stays for instructions that read the same vector in the same way. All compute
+ * threads call it, and may read the staging area then. Returns mk_smem of its argument. */
+MK_CALL uint32_t mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint32_t n)
+{
+    mk_shared *sh = mk_sh();
+    const mk_plan *p = &mk_fed_of(in)->plan;
+    mk_memo *memo = &sh->memo[threadIdx.x / 32];
+    const uint32_t step = sh->step.seq;
+    if (whole && memo->staged == p->key && memo->step == step) {
+        if (sh->step.nrows > MK_MAX_ROWS / 2) mk_sync(); /* the product before is read: mk_red_base has but one place for so many rows */
+        return mk_smem(in);
+    }
+    if (sh->step.nrows == 1 && p->dealt) {
+        uint32_t at;
+        if (p->dealt == 1)
+            at = mk_gather_rms(in);
+        else
+            at = p->x.form == MK_X_F16 ? mk_gather_one<true, MK_X_F16, MK_ONE_FAR>(in) : mk_gather_one<true, MK_X_BF16, MK_ONE_FAR>(in);
+        mk_sync();
+        return at;
+    }
+    if (c0) mk_sync(); /* the chunk before is consumed */
+    __syncwarp();
+    if (threadIdx.x % 32 == 0 && !c0) {
+        memo->staged = whole ? p->key : 0;
+        memo->step = step;
+        memo->parity ^= 1;
+    }
+    __syncwarp();
+    if (!(p->hands.packets &&
+          (p->x.form == MK_X_F16 ? mk_gather_dealt<MK_X_F16>(in, whole, c0, n) : p->x.form == MK_X_BF16 && mk_gather_dealt<MK_X_BF16>(in, whole, c0, n))))
+        mk_gather(in, c0, n, c0 != 0);
+    mk_sync();
+    return mk_smem(in);
+}
+
+/* By a warp: the bf16 values at [at, end), a lane's eight every `step` bytes, become f16 where they lie. Returns the inverse of the power of two that they were multiplied by. */
+MK_DEV float mk_f16_in_place(uint32_t at, uint32_t end, uint32_t step)
+{
+    uint32_t top = 0;
+#pragma unroll 1
+    for (uint32_t i = at; i < end; i += step) {
+        const uint4 q = mk_lds128(i);
+        top = __vmaxu2(top, __vmaxu2(__vmaxu2(mk_magnitudes(q.x), mk_magnitudes(q.y)), __vmaxu2(mk_magnitudes(q.z), mk_magnitudes(q.w))));
+    }
+    __syncwarp();
+    const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
+#pragma unroll 1
+    for (uint32_t i = at; i < end; i += step) mk_f16_eight(i, shift.less);
+    return shift.inverse;
+}
+/* By a warp: the bf16 values of the groups of warp `as`, of a vector that lies `at` bytes from the staging area's beginning, become f16, and it says what their K blocks are to be
+ * multiplied by. values: of a group. */
+MK_DEV void mk_stage_f16(const mk_shared *sh, uint32_t k, uint32_t values, uint32_t at, uint32_t as, uint32_t lane)
+{
+    const uint32_t staged = mk_smem(sh->staging) + at, end = staged + 2 * (8 * lane < values ? k : 0), group = as + lane * MK_WARPS;
+    const float factor = mk_f16_in_place(staged + 2 * as * values + 16 * lane, end, 2 * MK_WARPS * values);
+    if (group * values < k) mk_factor_put(k, values, group, at, factor);
+}
+
+#endif

@@ -1,0 +1,260 @@
+/* What is PTX and used in many places, one function an instruction or two: shared memory, barriers, bulk copies, packets, numbers. Part of device.cuh, whose structures it knows. tests/lanes has
+ * another of these for the CPU (tests/test_gather.cc). */
+#ifndef MK_PTX_CUH
+#define MK_PTX_CUH
+
+#define MK_DEV  static __device__ __forceinline__
+#define MK_CALL static __device__ __noinline__ /* rare or used in many places: instruction caches are small */
+
+extern __shared__ __align__(128) uint8_t mk_dynamic[];
+/* Where it begins in a block that has no shared variables of its own, behind the system's first kilobyte; the kernel makes sure. A number rather than the symbol, whose
+ * address has the block's place in a cluster in it: every function would read that register before its first access, and keep a register for the sum. */
+#define MK_DYNAMIC_AT 1024u
+MK_DEV mk_shared *mk_sh(void)
+{
+    return (mk_shared *)__cvta_shared_to_generic(MK_DYNAMIC_AT);
+}
+
+/* ---- shared memory, barriers, bulk copies --------------------------------------------------------------------------- */
+
+MK_DEV uint32_t mk_smem(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+MK_DEV void mk_mbar_init(uint64_t *b, uint32_t count)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mk_smem(b)), "r"(count) : "memory");
+}
+MK_DEV void mk_mbar_arrive(uint32_t b)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory");
+}
+/* One lane of a warp arrives, after __syncwarp, for all of them. racecheck does not follow that (tests/gpu/race_model.cu shows it); in the build that it is run on
+ * every lane arrives for itself, and the barriers expect as many. */
+#ifdef MK_RACECHECK
+#define MK_ARRIVALS 32u
+#else
+#define MK_ARRIVALS 1u
+#endif
+MK_DEV bool mk_arrives(uint32_t lane)
+{
+    return MK_ARRIVALS > 1 || lane == 0;
+}
+/* A word of shared memory that is looked at without any barrier. racecheck takes atomics only for meant. */
+MK_DEV void mk_flag_set(volatile uint32_t *p, uint32_t v)
+{
+#ifdef MK_RACECHECK
+    atomicExch((uint32_t *)p, v);
+#else
+    *p = v;
+#endif
+}
+MK_DEV uint32_t mk_flag_get(const volatile uint32_t *p)
+{
+#ifdef MK_RACECHECK
+    return atomicOr((uint32_t *)p, 0u);
+#else
+    return *p;
+#endif
+}
+MK_DEV void mk_mbar_expect(uint32_t b, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+MK_DEV bool mk_mbar_try(uint32_t b, uint32_t parity)
+{
+    uint32_t ok;
+    asm volatile("{\n\t.reg .pred p;\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, p;\n\t}"
+                 : "=r"(ok)
+                 : "r"(b), "r"(parity)
+                 : "memory");
+    return ok != 0;
+}
+MK_DEV bool mk_mbar_test(uint32_t b, uint32_t parity) /* does not wait */
+{
+    uint32_t ok;
+    asm volatile("{\n\t.reg .pred p;\n\t"
+                 "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, p;\n\t}"
+                 : "=r"(ok)
+                 : "r"(b), "r"(parity)
+                 : "memory");
+    return ok != 0;
+}
+/* Weights are read once a token: they leave L2 first. */
+MK_DEV uint64_t mk_evict_first(void)
+{
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+MK_DEV void mk_bulk_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+                 "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+                 : "memory");
+}
+/* The same of what others read as well: L2 keeps it as it keeps anything. */
+MK_DEV void mk_bulk_copy_kept(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+}
+/* On its way to L2. Multiples of 16. */
+MK_DEV void mk_bulk_prefetch(const uint8_t *src, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes));
+}
+/* True in one lane of the warp, and the compiler knows that it is one: a bulk copy is an instruction of the uniform datapath, for which it otherwise makes a loop over
+ * lanes. All lanes call it. */
+MK_DEV bool mk_elect(void)
+{
+    uint32_t one;
+    asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(one));
+    return one != 0;
+}
+/* All compute warps. (ptxas brings a warp together in front of it.) */
+MK_DEV void mk_sync(void)
+{
+    asm volatile("bar.sync 1, %0;" ::"n"(MK_COMPUTE) : "memory");
+}
+
+MK_DEV void mk_sts16(uint32_t at, uint32_t v)
+{
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((uint16_t)v) : "memory");
+}
+MK_DEV void mk_sts64(uint32_t at, uint32_t x, uint32_t y)
+{
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
+}
+MK_DEV void mk_sts128(uint32_t at, uint32_t x, uint32_t y, uint32_t z, uint32_t w)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+MK_DEV uint4 mk_lds128(uint32_t at)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+MK_DEV uint32_t mk_lds32(uint32_t at)
+{
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+MK_DEV void mk_sts32(uint32_t at, uint32_t v)
+{
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+
+/* ---- packets, counters ---------------------------------------------------------------------------------------------- */
+
+MK_DEV uint4 mk_packet_load(const uint4 *p)
+{
+    uint64_t lo, hi;
+    asm volatile("{\n\t.reg .b128 v;\n\tld.relaxed.gpu.global.b128 v, [%2];\n\tmov.b128 {%0, %1}, v;\n\t}" : "=l"(lo), "=l"(hi) : "l"(p) : "memory");
+    return make_uint4((uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32));
+}
+/* Another look at a packet, if it is late. In place, so that the looks at several packets are under way together: a copy would wait for each before the next is asked for. */
+MK_DEV void mk_packet_again(uint4 *q, const uint4 *p, bool late)
+{
+    uint64_t lo = (uint64_t)q->y << 32 | q->x, hi = (uint64_t)q->w << 32 | q->z;
+    asm volatile("{\n\t.reg .pred p;\n\t.reg .b128 v;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.b128 v, {%0, %1};\n\t@p ld.relaxed.gpu.global.b128 v, [%2];\n\tmov.b128 {%0, %1}, v;\n\t}"
+                 : "+l"(lo), "+l"(hi)
+                 : "l"(p), "r"((uint32_t)late)
+                 : "memory");
+    *q = make_uint4((uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32));
+}
+MK_DEV void mk_packet_store(uint4 *p, uint32_t x, uint32_t y, uint32_t z, uint32_t epoch)
+{
+    uint64_t lo = (uint64_t)y << 32 | x, hi = (uint64_t)epoch << 32 | z;
+    asm volatile("{\n\t.reg .b128 v;\n\tmov.b128 v, {%1, %2};\n\tst.relaxed.gpu.global.b128 [%0], v;\n\t}" ::"l"(p), "l"(lo), "l"(hi) : "memory");
+}
+MK_DEV uint32_t mk_load_acquire(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+MK_DEV uint32_t mk_load_relaxed(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+MK_DEV void mk_store_relaxed(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+MK_DEV void mk_red_release(uint32_t *p)
+{
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
+}
+MK_DEV uint64_t mk_now(void)
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+MK_DEV uint32_t mk_now_low(void)
+{
+    uint32_t t;
+    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
+    return t;
+}
+
+/* ---- numbers -------------------------------------------------------------------------------------------------------- */
+
+/* The thread, read now: in the compute warps' loop it would else be kept, in local memory. */
+MK_DEV uint32_t mk_tid_now(void)
+{
+    uint32_t tid;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+    return tid;
+}
+
+/* Round to nearest even; NaN stays NaN. */
+MK_DEV uint32_t mk_bf16_bits(float v)
+{
+    uint16_t h;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    return h;
+}
+MK_DEV uint32_t mk_bf16_pair(float x0, float x1)
+{
+    uint32_t v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(x1), "f"(x0));
+    return v;
+}
+
+/* As it is, in a register: not worked out once more where it is used, which is on the way of the token. */
+MK_DEV void mk_keep(uint32_t *x)
+{
+    asm volatile("" : "+r"(*x));
+}
+
+/* e^x. */
+MK_DEV float mk_exp_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fmul_rn(x, 1.44269504f)));
+    return y;
+}
+/* 1 / sqrt(x), sigmoid(x) and x sigmoid(x) to some 1e-7 in few instructions: they stand between the last product and the next exchange. */
+MK_DEV float mk_rsqrt(float x)
+{
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return __fmul_rn(r, __fmaf_rn(__fmul_rn(-0.5f, x), __fmul_rn(r, r), 1.5f));
+}
+MK_DEV float mk_sigmoid(float x)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(__fadd_rn(mk_exp_fast(-x), 1.0f)));
+    return r;
+}
+
+#endif
