@@ -25,6 +25,8 @@ MAINS   := host/mkd.c ipc/mkctl.c
 LIBSRC  := $(filter-out $(MAINS),$(wildcard instructions/*.c megakernel/*.c host/*.c ipc/*.c))
 LIBOBJ  := $(LIBSRC:%.c=$(BUILD)/%.o)
 TESTS   := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c))
+# Device code on the CPU (tests/lanes): coroutines, which the address sanitizer does not follow.
+TESTS   += $(if $(SAN),,$(patsubst tests/%.cc,$(BUILD)/tests/%,$(wildcard tests/test_*.cc)))
 TESTLIB := $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/support/*.c))
 
 CUDA    := $(wildcard instructions/*.cu megakernel/*.cu host/*.cu tests/*.cu profiles/*.cu)
@@ -72,6 +74,10 @@ $(BUILD)/%.o: %.c
 	@mkdir -p $(@D)
 	@echo '  cc $<'
 	@$(CC) $(CFLAGS) -c -o $@ $<
+$(BUILD)/%.o: %.cc
+	@mkdir -p $(@D)
+	@echo '  c++ $<'
+	@$(CXX) -O1 -g -std=c++17 -fno-exceptions -fno-rtti -Itests/lanes -I. -Wall -Wextra -Wno-unknown-pragmas -Wno-parentheses -ffp-contract=off -fno-strict-aliasing -MMD -MP -c -o $@ $<
 $(BUILD)/commit: FORCE
 	@mkdir -p $(@D)
 	@echo '$(COMMIT)' | cmp -s - $@ || echo '$(COMMIT)' > $@

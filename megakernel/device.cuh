@@ -1,5 +1,5 @@
-/* What the resident kernel is written with: its argument, a worker's shared memory, and the few primitives of sm_90 that it rests on
- * (mbarriers, bulk copies, packets, counters, bounded waits). design.md sections 4-6, 9. */
+/* What the resident kernel is written with: its argument, a worker's shared memory, and what it rests on
+ * (ptx.cuh: mbarriers, bulk copies, packets, counters; here: bounded waits, vectors). design.md sections 4-6, 9. */
 #ifndef MK_DEVICE_CUH
 #define MK_DEVICE_CUH
 

@@ -1,0 +1,108 @@
+/* A worker's compute threads on the CPU, for device code that is C++ but for megakernel/ptx.cuh: a lane is a coroutine; who waits, for its warp, for all warps or for memory, gives way to the others, in an
+ * order that is drawn. A warp that is not together where all of its lanes must be, lanes that never meet and stores out of bounds are errors; who would race for shared memory
+ * on a GPU meets other values here in some order, but not in all. */
+#ifndef MK_LANES_H
+#define MK_LANES_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#define LANES 256u
+
+typedef struct lanes_warp {
+    const char *what; /* they meet for, and where */
+    int line;
+    uint32_t n, round, in[32], out[32];
+} lanes_warp;
+static struct {
+    ucontext_t back, lane[LANES];
+    char *stack[LANES];
+    bool done[LANES];
+    lanes_warp warp[LANES / 32];
+    uint32_t me, waiting, round; /* waiting, round: of the block's barrier */
+    uint64_t moved;
+    char error[200]; /* the first; "": none */
+    void (*body)(void);
+} lanes;
+static uint64_t lanes_state = 1; /* of what is drawn */
+
+static inline uint32_t lanes_random(uint32_t n)
+{
+    lanes_state ^= lanes_state << 13, lanes_state ^= lanes_state >> 7, lanes_state ^= lanes_state << 17;
+    return (uint32_t)(lanes_state >> 16) % n;
+}
+static inline void lanes_wrong(const char *what, uint32_t a, uint32_t b)
+{
+    if (!*lanes.error) snprintf(lanes.error, sizeof lanes.error, "thread %u: %s (%u, %u)", lanes.me, what, a, b);
+}
+static inline void lanes_yield(void)
+{
+    swapcontext(&lanes.lane[lanes.me], &lanes.back);
+}
+/* All lanes of the warp meet, each with a value; returns what all have brought. It may be read until the next meeting. */
+static inline const uint32_t *lanes_meet(const char *what, int line, uint32_t value)
+{
+    lanes_warp *w = &lanes.warp[lanes.me / 32];
+    if (!w->n) w->what = what, w->line = line;
+    if (w->line != line || strcmp(w->what, what)) lanes_wrong("a warp meets in two places", (uint32_t)w->line, (uint32_t)line);
+    w->in[lanes.me % 32] = value;
+    lanes.moved++;
+    if (++w->n == 32) {
+        memcpy(w->out, w->in, sizeof w->out);
+        w->n = 0, w->round++;
+        return w->out;
+    }
+    for (const uint32_t round = w->round; w->round == round;) lanes_yield();
+    return w->out;
+}
+/* All threads. */
+static inline void lanes_barrier(void)
+{
+    const uint32_t round = lanes.round;
+    lanes.moved++;
+    if (++lanes.waiting == LANES)
+        lanes.waiting = 0, lanes.round++;
+    else
+        while (lanes.round == round) lanes_yield();
+}
+static void lanes_begin(void)
+{
+    lanes.body();
+    lanes.done[lanes.me] = true;
+    for (;;) lanes_yield();
+}
+/* Runs body in all lanes, to its end or to an error. */
+static inline bool lanes_run(void (*body)(void))
+{
+    lanes.body = body;
+    lanes.waiting = 0;
+    *lanes.error = 0;
+    for (uint32_t i = 0; i < LANES; i++) {
+        lanes.done[i] = false;
+        getcontext(&lanes.lane[i]);
+        if (!lanes.stack[i]) lanes.stack[i] = (char *)malloc(65536);
+        lanes.lane[i].uc_stack.ss_sp = lanes.stack[i], lanes.lane[i].uc_stack.ss_size = 65536, lanes.lane[i].uc_link = NULL;
+        makecontext(&lanes.lane[i], lanes_begin, 0);
+        lanes.warp[i / 32].n = 0;
+    }
+    uint32_t idle = 0;
+    for (uint64_t left = LANES; left && !*lanes.error;) {
+        const uint64_t moved = lanes.moved;
+        const uint32_t first = lanes_random(LANES), step = 1 + 2 * lanes_random(LANES / 2);
+        left = 0;
+        for (uint32_t i = 0; i < LANES; i++) {
+            lanes.me = (first + i * step) % LANES;
+            if (lanes.done[lanes.me]) continue;
+            left++;
+            swapcontext(&lanes.back, &lanes.lane[lanes.me]);
+        }
+        idle = lanes.moved == moved ? idle + 1 : 0;
+        if (left && idle > 10000) lanes_wrong("nobody goes on", (uint32_t)left, lanes.waiting);
+    }
+    return !*lanes.error;
+}
+
+#endif

@@ -1,0 +1,136 @@
+/* What device code finds in place of megakernel/ptx.cuh, and of CUDA, where it runs on a CPU (tests/lanes/lanes.h): as much as gathering wants. */
+#ifndef MK_PTX_CUH
+#define MK_PTX_CUH
+
+#include "tests/lanes/lanes.h"
+
+#define MK_DEV      static inline __attribute__((unused))
+#define MK_CALL     static __attribute__((unused, noinline))
+#define MK_ARRIVALS 1u
+
+/* ---- CUDA ----------------------------------------------------------------------------------------------------------- */
+
+MK_DEV float __uint_as_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+MK_DEV uint32_t __float_as_uint(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+MK_DEV float __fmul_rn(float a, float b) { return a * b; }
+MK_DEV float __fadd_rn(float a, float b) { return a + b; }
+MK_DEV float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+MK_DEV int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+MK_DEV uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint32_t)((uint64_t)a * b >> 32); }
+template <typename T> MK_DEV T __ldg(const T *p) { return *p; }
+MK_DEV uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
+MK_DEV uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+MK_DEV int min(int a, int b) { return a < b ? a : b; }
+MK_DEV uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
+MK_DEV uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t s)
+{
+    uint32_t r = 0;
+    for (uint32_t i = 0; i < 4; i++) r |= (uint32_t)(((uint64_t)b << 32 | a) >> 8 * (s >> 4 * i & 7) & 255u) << 8 * i;
+    return r;
+}
+MK_DEV uint32_t lanes_any(const uint32_t *v) { uint32_t x = 0; for (int i = 0; i < 32; i++) x |= (uint32_t)(v[i] != 0) << i; return x; }
+MK_DEV uint32_t lanes_top(const uint32_t *v) { uint32_t x = 0; for (int i = 0; i < 32; i++) x = max(x, v[i]); return x; }
+#define __syncwarp()              ((void)lanes_meet("__syncwarp", __LINE__, 0))
+#define __any_sync(m, p)          (lanes_any(lanes_meet("__any_sync", __LINE__, (p) ? 1 : 0)) != 0)
+#define __all_sync(m, p)          (lanes_any(lanes_meet("__all_sync", __LINE__, (p) ? 1 : 0)) == 0xffffffffu)
+#define __ballot_sync(m, p)       lanes_any(lanes_meet("__ballot_sync", __LINE__, (p) ? 1 : 0))
+#define __reduce_max_sync(m, v)   lanes_top(lanes_meet("__reduce_max_sync", __LINE__, v))
+#define __shfl_xor_sync(m, v, to) __uint_as_float(lanes_meet("__shfl_xor_sync", __LINE__, __float_as_uint(v))[lanes.me % 32 ^ (uint32_t)(to)])
+#define threadIdx (lanes_thread())
+#define blockIdx  (lanes_block())
+typedef struct lanes_index {
+    uint32_t x;
+} lanes_index;
+MK_DEV lanes_index lanes_thread(void) { return {lanes.me}; }
+MK_DEV lanes_index lanes_block(void) { return {0}; }
+
+/* ---- the worker's shared memory --------------------------------------------------------------------------------------- */
+
+static mk_shared *lanes_shared;
+static uint8_t *lanes_stored; /* NULL, or how often each byte of the staging area was */
+MK_DEV mk_shared *mk_sh(void) { return lanes_shared; }
+MK_DEV uint32_t mk_smem(const void *p) { return (uint32_t)((const uint8_t *)p - (const uint8_t *)lanes_shared); }
+MK_DEV void *lanes_at(uint32_t at, uint32_t bytes)
+{
+    if (at % bytes || at + bytes > offsetof(mk_shared, near)) lanes_wrong("an access beyond the staging and the reduction area, or not aligned", at, bytes);
+    return (uint8_t *)lanes_shared + (*lanes.error ? 0 : at);
+}
+MK_DEV void lanes_store(uint32_t at, const void *v, uint32_t bytes)
+{
+    void *to = lanes_at(at, bytes);
+    if (lanes_stored && at + bytes <= MK_STAGING)
+        for (uint32_t i = 0; i < bytes; i++) lanes_stored[at + i]++;
+    memcpy(to, v, bytes);
+}
+MK_DEV void mk_sts16(uint32_t at, uint32_t v) { const uint16_t h = (uint16_t)v; lanes_store(at, &h, 2); }
+MK_DEV void mk_sts32(uint32_t at, uint32_t v) { lanes_store(at, &v, 4); }
+MK_DEV void mk_sts64(uint32_t at, uint32_t x, uint32_t y) { const uint32_t v[2] = {x, y}; lanes_store(at, v, 8); }
+MK_DEV uint32_t mk_lds32(uint32_t at) { uint32_t v; memcpy(&v, lanes_at(at, 4), 4); return v; }
+MK_DEV uint4 mk_lds128(uint32_t at) { uint4 v; memcpy(&v, lanes_at(at, 16), 16); return v; }
+MK_DEV void mk_sync(void) { lanes_barrier(); }
+MK_DEV bool mk_arrives(uint32_t lane) { return lane == 0; }
+static void (*lanes_flag_read)(void); /* NULL, or what happens meanwhile */
+MK_DEV uint32_t mk_flag_get(const volatile uint32_t *p)
+{
+    if (lanes_flag_read) lanes_flag_read();
+    lanes_yield();
+    return *p;
+}
+MK_DEV void mk_flag_set(volatile uint32_t *p, uint32_t v) { *p = v; }
+
+/* ---- packets ----------------------------------------------------------------------------------------------------------- */
+
+static const uint4 *lanes_exchange;
+static uint32_t lanes_packets;
+static uint32_t *lanes_late; /* of each packet: how many looks find nothing; 0xffffffff: it is never published */
+static uint8_t *lanes_asked; /* whether somebody has looked */
+MK_DEV uint4 mk_packet_load(const uint4 *p)
+{
+    const size_t i = (size_t)(p - lanes_exchange);
+    if (!lanes_random(4)) lanes_yield();
+    if (i >= lanes_packets) {
+        lanes_wrong("a packet beyond the exchange", (uint32_t)i, lanes_packets);
+        return make_uint4(0, 0, 0, 0);
+    }
+    lanes_asked[i] = 1;
+    if (lanes_late[i]) {
+        lanes_late[i] -= lanes_late[i] != 0xffffffffu;
+        lanes.moved += lanes_late[i] != 0xffffffffu;
+        return make_uint4(p->x ^ 0x5a5a5a5au, p->y + 77, ~p->z, p->w - 1);
+    }
+    return *p;
+}
+MK_DEV void mk_packet_again(uint4 *q, const uint4 *p, bool late)
+{
+    if (late) *q = mk_packet_load(p);
+}
+
+/* ---- numbers ----------------------------------------------------------------------------------------------------------- */
+
+MK_DEV uint32_t mk_bf16_bits(float f)
+{
+    const uint32_t u = __float_as_uint(f);
+    return (u & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (u + 0x7fffu + (u >> 16 & 1)) >> 16;
+}
+MK_DEV uint32_t mk_bf16_pair(float a, float b) { return mk_bf16_bits(a) | mk_bf16_bits(b) << 16; }
+MK_DEV float mk_rsqrt(float x) { return 1.0f / sqrtf(x); }
+MK_DEV float mk_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+MK_DEV void mk_keep(uint32_t *x) { (void)x; }
+
+/* ---- what no test here runs, but its neighbours in a file mention ------------------------------------------------------- */
+
+MK_DEV void __threadfence_system(void) {}
+MK_DEV uint32_t atomicCAS(uint32_t *p, uint32_t, uint32_t v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }
+MK_DEV void *__cvta_shared_to_generic(uint32_t at) { return (uint8_t *)lanes_shared + at; }
+MK_DEV bool mk_mbar_try(uint32_t, uint32_t) { return true; }
+MK_DEV bool mk_mbar_test(uint32_t, uint32_t) { return true; }
+MK_DEV uint64_t mk_now(void) { return 0; }
+MK_DEV uint32_t mk_now_low(void) { return 0; }
+MK_DEV uint32_t mk_load_acquire(const uint32_t *p) { return *p; }
+MK_DEV uint32_t mk_load_relaxed(const uint32_t *p) { return *p; }
+MK_DEV void mk_red_release(uint32_t *p) { ++*p; }
+MK_DEV void mk_packet_store(uint4 *p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { *p = make_uint4(x, y, z, w); }
+MK_DEV uint32_t __ldcg(const uint32_t *p) { return *p; }
+#define __shfl_down_sync(m, v, by) ((void)(by), (v))
+
+#endif
