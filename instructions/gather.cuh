@@ -653,7 +653,7 @@ template <bool F32> MK_DEV void mk_some_put(uint32_t at, bool has, const uint32_
         if (has && mine[F32 ? 1 : 2]) mk_sts32(at + 8, x.z);
     }
 }
-/* Waits for packets of some rows, of which q are earlier looks: packet `turns` j of row r is q[r * T + j], if that bit of `wanted` is set. While some are late a lane looks at the last of
+/* Waits for packets of some rows, of which q are earlier looks: the lane's packet of row r in its turn j is q[r * T + j], if that bit of `wanted` is set. While some are late a lane looks at the last of
  * its own alone, again and again: 132 workers would ask for 32 KB each. from: packet packet0 of row row0. */
 template <uint32_t T, uint32_t N>
 MK_DEV void mk_some_wait(const uint4 *from, uint32_t row_packets, const mk_turns &turns, uint32_t wanted, uint32_t epoch, uint32_t row0, uint32_t packet0, uint4 (&q)[N])
