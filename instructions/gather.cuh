@@ -121,7 +121,6 @@ template <bool F32> MK_DEV mk_hand mk_hand_of(const mk_plan *p, mk_hands g, uint
     h.trailer = h.any && j + 1 == g.per;
     return h;
 }
-#define MK_HAND_BY(per) ((1024u + (per) - 1) / (per)) /* lane * this >> 10 is lane / per: per and lane are at most 32 */
 
 /* From one of a lane's turns at a row's packets to the next, and to the next but one: packets, values. An f32 group of 64 packets takes two turns. */
 typedef struct mk_turns {

@@ -150,6 +150,7 @@ typedef struct mk_hands {
     uint8_t packets, values; /* of a group, which is a warp's: group g is that of warp g mod MK_WARPS */
     uint8_t slice, per;      /* of a slice: values, packets */
 } mk_hands;
+#define MK_HAND_BY(per) ((1024u + (per) - 1) / (per)) /* lane * this >> 10 is lane / per: per and lane are at most 32 */
 /* What follows from an instruction of the matrix opcodes alone, worked out by the host: all that compute warps do is on the way of the token. */
 typedef struct mk_plan {
     alignas(16) mk_tile tile; /* GEMV, LM_HEAD, ROUTER; EXPERT_UP: the longest slice; EXPERT_DOWN: an expert's, nst is even */

@@ -2,6 +2,8 @@
 #ifndef MK_PLANS_CUH
 #define MK_PLANS_CUH
 
+#include "megakernel/deal.h"
+
 /* Inputs that are staged alike have the same number, from 1 on. */
 typedef struct input_key {
     uint32_t vec, pub;
@@ -36,15 +38,6 @@ static uint32_t input_number(input_keys *t, const mk_insn *in, const mk_input *x
     return t->n;
 }
 
-/* What takes a row of these, if anything does. */
-static uint32_t one_of(uint32_t f32, uint32_t form, uint32_t pro)
-{
-#define X(a, b, c) if (f32 == a && form == b && pro == c) return MK_ONE(a, b, c);
-    MK_ONES(X)
-#undef X
-    return 0;
-}
-static_assert(MK_DEAL_WARPS == MK_WARPS, "mk_vec_deal counts the warps that gather");
 /* ROUTER, n instructions after its queue's first. In a step of one row the GEMV before it, if it makes the slice that is wanted, leaves it behind. plan: of the ROUTER. */
 static void router_plan(const mk_insn *in, const mk_seg *s, mk_plan *plan, uint32_t n)
 {
@@ -56,37 +49,18 @@ static void router_plan(const mk_insn *in, const mk_seg *s, mk_plan *plan, uint3
     plan->end |= MK_END_NEAR;
 }
 
-/* How warps share the packets of one row, and what takes them; 0: slices are not alike, or a row does not fit. */
+/* How warps share the packets of one row of wait 0, and what takes them, into the plan; 0: not at all (deal.h), or there are no gammas for it. */
 static uint32_t deal(const mk_gpu *g, const mk_insn *in, mk_plan *p)
 {
-    const mk_wait *w = &in->wait[0];
-    const mk_vec *v = &g->prog->vec[w->vec];
-    const uint32_t *start = mk_vec_starts(g->prog, v), k = p->x.k, form = p->x.form;
-    mk_deal d;
-    if (k % 64 || (v->trailer && !p->x.norm_group) || (p->f32 && p->x.prologue != MK_PRO_RMS)) return 0;
-    if (!mk_vec_deal(v, start, w->slice0, w->nslice, p->x.in_off, k, p->x.norm_group, &d)) {
-        const int each = !p->f32 && p->x.prologue == MK_PRO_NONE && p->packets <= MK_COMPUTE && mk_staged_bytes(k, form) <= MK_STAGING;
-        return each ? one_of(0, form, MK_ONE_FAR) : 0;
-    }
-    const uint32_t groups = (k + d.values - 1) / d.values, turns = (groups + MK_WARPS - 1) / MK_WARPS * (d.packets > 32 ? 2 : 1);
-    const uint32_t length = turns == 1 ? MK_ONE_SHORT : turns <= MK_LOADS_OF(0, MK_ONE_PLAIN) ? MK_ONE_PLAIN : turns <= MK_LOADS_OF(0, MK_ONE_LONG) ? MK_ONE_LONG : MK_ONE_FAR;
-    const uint32_t pro = p->x.prologue == MK_PRO_RMS ? p->f32 && turns > MK_LOADS_OF(1, MK_ONE_RMS) ? MK_ONE_FAR : MK_ONE_RMS : p->x.norm_group ? MK_ONE_HEADS : length;
-    for (uint32_t s = w->slice0, end = p->x.in_off + k; p->f32; s++) /* who gathers f32 squares whole packets: the last one must not go on with values that nobody asked for */
-        if (start[s + 1] >= end) {
-            if (start[s + 1] > end && (end - start[s]) % 3) return 0;
-            break;
-        }
-    const uint32_t one = one_of(p->f32, form, pro), trailers = p->x.norm_group ? 128 * groups : 0;
-    if (!one || turns > MK_LOADS_OF(p->f32, pro) || mk_staged_bytes(k, form) + trailers > MK_STAGING) return 0;
-    if (p->x.prologue == MK_PRO_RMS) {
+    const mk_vec *v = &g->prog->vec[in->wait[0].vec];
+    mk_plan dealt = *p;
+    const uint32_t one = mk_deal_plan(v, mk_vec_starts(g->prog, v), &in->wait[0], &dealt);
+    if (one && p->x.prologue == MK_PRO_RMS) {
         const mk_gain key = gain_key(g->prog, in, &p->x), *t = gain_of(g, &key);
         if (!t) return 0; /* of another program */
-        p->gain = t->at;
+        dealt.gain = t->at;
     }
-    const mk_hands hands = {(uint8_t)d.packets, (uint8_t)d.values, (uint8_t)d.slice, (uint8_t)d.per};
-    p->hands = hands;
-    p->skip = (uint16_t)(d.per == 1 ? (p->x.in_off - start[w->slice0]) / d.slice : 0);
-    p->by_per = MK_HAND_BY(d.per);
+    *p = dealt;
     return one;
 }
 

@@ -7,6 +7,7 @@ extern "C" {
 #include "instructions/program.h"
 }
 #include "instructions/gather.cuh"
+#include "megakernel/deal.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -44,7 +45,7 @@ static float bf16_round(float x)
     return __uint_as_float(mk_bf16_bits(x) << 16);
 }
 
-/* As plans.cuh's deal() has it. false: who makes a program does not deal such a vector. */
+/* Slices, and the plan that the host makes of an instruction that gathers so. false: such a vector is not dealt. */
 static bool plan_of(const shape *s, uint32_t width)
 {
     const uint32_t slices = (width + s->n - 1) / s->n;
@@ -54,25 +55,12 @@ static bool plan_of(const shape *s, uint32_t width)
     vec.scope = MK_PACKET, vec.dtype = (uint8_t)(s->f32 ? MK_F32 : MK_BF16), vec.trailer = s->head != 0, vec.nslice = (uint16_t)slices, vec.pubs = 1, vec.width = width;
     vec.slice_packets = (uint16_t)mk_slice_packets(&vec, s->n);
     slice0 = s->in_off / s->n, nslice = (s->in_off + s->k + s->n - 1) / s->n - slice0;
-    mk_deal d;
-    if (!mk_vec_deal(&vec, start, slice0, nslice, s->in_off, s->k, s->head, &d)) return false;
+    const mk_wait w = {0, 0, (uint16_t)slice0, (uint16_t)nslice};
     memset(&plan, 0, sizeof plan);
     plan.x.k = s->k, plan.x.in_off = s->in_off, plan.x.prologue = s->pro, plan.x.norm_group = s->head, plan.x.eps = 1e-5f, plan.x.form = s->fp8 ? MK_X_F16 : MK_X_BF16;
-    plan.f32 = s->f32, plan.packets = nslice * vec.slice_packets, plan.inv_k = 1.0f / (float)(s->head ? s->head : s->k);
-    plan.hands = {(uint8_t)d.packets, (uint8_t)d.values, (uint8_t)d.slice, (uint8_t)d.per};
-    plan.skip = (uint16_t)(d.per == 1 ? (s->in_off - start[slice0]) / d.slice : 0);
-    plan.by_per = MK_HAND_BY(d.per);
-    plan.key = 1;
-    for (uint32_t t = slice0, end = s->in_off + s->k; s->f32; t++) /* the last packet's squares */
-        if (start[t + 1] >= end) {
-            if (start[t + 1] > end && (end - start[t]) % 3) return false;
-            break;
-        }
-    const uint32_t groups = (s->k + d.values - 1) / d.values, turns = (groups + MK_WARPS - 1) / MK_WARPS * (d.packets > 32 ? 2 : 1);
-    const uint32_t length = turns == 1 ? (uint32_t)MK_ONE_SHORT : turns <= 4 ? (uint32_t)MK_ONE_PLAIN : turns <= 8 ? (uint32_t)MK_ONE_LONG : (uint32_t)MK_ONE_FAR;
-    const uint32_t pro = s->head ? (uint32_t)MK_ONE_HEADS : s->pro == MK_PRO_RMS ? s->f32 && turns > 4 ? (uint32_t)MK_ONE_FAR : (uint32_t)MK_ONE_RMS : length;
-    plan.one = (uint8_t)MK_ONE(s->f32, plan.x.form, pro);
-    return turns <= MK_LOADS_OF(s->f32, pro) && mk_staged_bytes(s->k, plan.x.form) + (s->head ? 128 * groups : 0) <= MK_STAGING;
+    plan.f32 = s->f32, plan.packets = nslice * vec.slice_packets, plan.inv_k = 1.0f / (float)(s->head ? s->head : s->k), plan.key = 1;
+    plan.one = (uint8_t)mk_deal_plan(&vec, start, &w, &plan);
+    return plan.one && plan.hands.packets;
 }
 
 /* Publishes the values, as mk_publish_unit does: what is no value's is 0, a head's slice ends in its sum of squares. Packets are late at random; those that carry nothing that is asked for never come. */
@@ -315,6 +303,20 @@ static void test_gives_up(void **)
     unpublish();
 }
 
+/* Not dealt: what gathering by arithmetic would do wrong. */
+static void test_refused(void **)
+{
+    const shape no[] = {{true, true, MK_PRO_RMS, 120, 0, 512, 0}, /* the last packet has value 512 as well, which would be squared */
+                        {true, true, MK_PRO_NONE, 18, 0, 2304, 0}, /* f32 is gathered with a norm alone */
+                        {false, true, MK_PRO_NONE, 16, 0, 1000, 0}}; /* no whole K blocks */
+    for (uint32_t i = 0; i < sizeof no / sizeof *no; i++) {
+        assert_false(plan_of(&no[i], 2400));
+        assert_int_equal(plan.hands.packets, 0);
+    }
+    const shape yes = {true, true, MK_PRO_RMS, 120, 0, 576, 0}; /* 576 = 192 * 3 */
+    assert_true(plan_of(&yes, 2400));
+}
+
 /* Controls: each of these is told. */
 static void test_is_told(void **)
 {
@@ -346,7 +348,7 @@ static void test_is_told(void **)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_presets), cmocka_unit_test(test_random), cmocka_unit_test(test_gives_up), cmocka_unit_test(test_is_told)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_presets), cmocka_unit_test(test_random), cmocka_unit_test(test_gives_up), cmocka_unit_test(test_refused), cmocka_unit_test(test_is_told)};
     lanes_shared = (mk_shared *)aligned_alloc(128, (sizeof(mk_shared) + 127) / 128 * 128);
     memset(lanes_shared, 0, sizeof *lanes_shared);
     return cmocka_run_group_tests(tests, NULL, NULL);
