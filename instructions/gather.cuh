@@ -122,6 +122,47 @@ template <bool F32> MK_DEV mk_hand mk_hand_of(const mk_plan *p, mk_hands g, uint
     return h;
 }
 
+/* Which values of a lane's packet are its own, by words of what is staged. */
+template <bool F32> MK_DEV uint32_t mk_hand_mine(mk_hand h, uint32_t i)
+{
+    return 2 * i >= h.count ? 0 : F32 && 2 * i + 1 >= h.count ? 0xffff : 0xffffffffu;
+}
+/* A lane's packet goes to shared address `at`: x has its values as they are staged, `mine` says which are the lane's. */
+template <bool F32> MK_DEV void mk_hand_put(uint32_t at, bool has, const uint32_t (&mine)[F32 ? 2 : 3], uint4 x)
+{
+    if (F32) {
+        if (has && mine[0]) mk_sts16(at, x.x);
+        if (has && mine[0] >> 16) mk_sts16(at + 2, x.x >> 16);
+        if (has && mine[1]) mk_sts16(at + 4, x.y);
+    } else {
+        if (has && mine[0]) mk_sts32(at, x.x);
+        if (has && mine[1]) mk_sts32(at + 4, x.y);
+        if (has && mine[F32 ? 1 : 2]) mk_sts32(at + 8, x.z);
+    }
+}
+/* What is staged of a packet in bf16, as f16. */
+template <bool F32> MK_DEV uint4 mk_packet_shifted(uint4 x, uint32_t less)
+{
+    return make_uint4(mk_f16_pair_shifted(x.x, less), mk_f16_pair_shifted(x.y, less), F32 ? 0 : mk_f16_pair_shifted(x.z, less), 0);
+}
+/* Two bf16 values times their gammas; their squares are added to *sum. */
+MK_DEV uint32_t mk_word_scaled(uint32_t w, float by0, float by1, float *sum)
+{
+    const float x0 = __uint_as_float(w << 16), x1 = __uint_as_float(w & 0xffff0000u);
+    *sum = __fmaf_rn(x0, x0, *sum);
+    *sum = __fmaf_rn(x1, x1, *sum);
+    return mk_bf16_pair(__fmul_rn(x0, by0), __fmul_rn(x1, by1));
+}
+/* Which word of its packet a head's trailer is, and that word. */
+MK_DEV uint32_t mk_trailer_word(mk_hands g)
+{
+    return g.slice / 2 % 3u;
+}
+MK_DEV uint32_t mk_packet_word(uint4 x, uint32_t word)
+{
+    return word == 0 ? x.x : word == 1 ? x.y : x.z;
+}
+
 /* From one of a lane's turns at a row's packets to the next, and to the next but one: packets, values. An f32 group of 64 packets takes two turns. */
 typedef struct mk_turns {
     uint32_t packets[2], values[2];
@@ -225,11 +266,11 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
             for (uint32_t i = 0; i < (F32 ? 1 : 2); i++) gain[j][i] = wanted & 1u << j ? __ldg(gamma + (F32 ? 1 : 2) * at[j] + i) : make_float4(0, 0, 0, 0);
 #pragma unroll
     for (uint32_t i = 0; i < WORDS; i++) {
-        mine[i] = 2 * i >= h.count ? 0 : F32 && 2 * i + 1 >= h.count ? 0xffff : 0xffffffffu;
+        mine[i] = mk_hand_mine<F32>(h, i);
         mk_keep(&mine[i]);
     }
     uint32_t left = k - value0, to0 = staged + 2 * value0, trailers = behind + 128 * d->warp + 4 * h.slice; /* a warp's turns are groups, each with 32 places */
-    const uint32_t word = HEADS ? g.slice / 2 % 3u : 0;
+    const uint32_t word = HEADS ? mk_trailer_word(g) : 0;
     mk_keep(&left), mk_keep(&to0);
     if (HEADS) mk_keep(&trailers);
 #pragma unroll
@@ -264,20 +305,15 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
             }
         } else {
             uint32_t w[3] = {q[j].x, q[j].y, q[j].z};
-            if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * MK_WARPS * j, word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
+            if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * MK_WARPS * j, mk_packet_word(q[j], word));
             if (!HEADS && left - value[j] < 6)
 #pragma unroll
                 for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
 #pragma unroll
             for (uint32_t i = 0; i < 3; i++) {
                 if (HEADS) w[i] &= mine[i];
-                if (RMS) {
-                    const float x0 = __uint_as_float(w[i] << 16), x1 = __uint_as_float(w[i] & 0xffff0000u);
-                    sum = __fmaf_rn(x0, x0, sum);
-                    sum = __fmaf_rn(x1, x1, sum);
-                    const float4 a = gain[j][0], b = gain[j][F32 ? 0 : 1];
-                    w[i] = mk_bf16_pair(__fmul_rn(x0, i == 0 ? a.x : i == 1 ? a.z : b.x), __fmul_rn(x1, i == 0 ? a.y : i == 1 ? a.w : b.y));
-                }
+                const float4 a = gain[RMS ? j : 0][0], b = gain[RMS ? j : 0][F32 ? 0 : 1];
+                if (RMS) w[i] = mk_word_scaled(w[i], i == 0 ? a.x : i == 1 ? a.z : b.x, i == 0 ? a.y : i == 1 ? a.w : b.y, &sum);
                 if (!FP8 && has && mine[i]) mk_sts32(to + 4 * i, w[i]);
             }
             q[j].x = w[0], q[j].y = w[1], q[j].z = w[2];
@@ -296,18 +332,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
 #pragma unroll
         for (uint32_t j = 0; j < LOADS; j++) {
             if (RMS) sum = mk_warp_add(sum, 8 >> j);
-            const uint32_t to = to0 + 2 * value[j], a = mk_f16_pair_shifted(q[j].x, shift.less), b = mk_f16_pair_shifted(q[j].y, shift.less);
-            const bool has = wanted & 1u << j;
-            if (F32) {
-                if (has && mine[0]) mk_sts16(to, a);
-                if (has && mine[0] >> 16) mk_sts16(to + 2, a >> 16);
-                if (has && mine[1]) mk_sts16(to + 4, b);
-            } else {
-                const uint32_t c = mk_f16_pair_shifted(q[j].z, shift.less);
-                if (has && mine[0]) mk_sts32(to, a);
-                if (has && mine[1]) mk_sts32(to + 4, b);
-                if (has && mine[WORDS - 1]) mk_sts32(to + 8, c);
-            }
+            mk_hand_put<F32>(to0 + 2 * value[j], wanted & 1u << j, mine, mk_packet_shifted<F32>(q[j], shift.less));
         }
     }
     /* a lane a group, for its K blocks */
@@ -639,19 +664,6 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
     }
 }
 
-/* A lane's packet of a row, as its values are staged: to shared address `at`. */
-template <bool F32> MK_DEV void mk_some_put(uint32_t at, bool has, const uint32_t (&mine)[F32 ? 2 : 3], uint4 x)
-{
-    if (F32) {
-        if (has && mine[0]) mk_sts16(at, x.x);
-        if (has && mine[0] >> 16) mk_sts16(at + 2, x.x >> 16);
-        if (has && mine[1]) mk_sts16(at + 4, x.y);
-    } else {
-        if (has && mine[0]) mk_sts32(at, x.x);
-        if (has && mine[1]) mk_sts32(at + 4, x.y);
-        if (has && mine[F32 ? 1 : 2]) mk_sts32(at + 8, x.z);
-    }
-}
 /* Waits for packets of some rows, of which q are earlier looks: the lane's packet of row r in its turn j is q[r * T + j], if that bit of `wanted` is set. While some are late a lane looks at the last of
  * its own alone, again and again: 132 workers would ask for 32 KB each. from: packet packet0 of row row0. */
 template <uint32_t T, uint32_t N>
@@ -707,7 +719,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
             for (uint32_t i = 0; i < (F32 ? 1 : 2); i++) gain[j][i] = turn & 1u << j ? __ldg(gamma + (F32 ? 1 : 2) * mk_turn_at(turns.packets, j) + i) : make_float4(0, 0, 0, 0);
     }
 #pragma unroll
-    for (uint32_t i = 0; i < WORDS; i++) mine[i] = 2 * i >= h.count ? 0 : F32 && 2 * i + 1 >= h.count ? 0xffff : 0xffffffffu;
+    for (uint32_t i = 0; i < WORDS; i++) mine[i] = mk_hand_mine<F32>(h, i);
     /* the lane's packets of the rows from `row` on: all but those behind the last row */
     const auto wanted_of = [&](uint32_t row) {
         uint32_t all = 0;
@@ -716,7 +728,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
         return all;
     };
     const uint32_t left = k - value0, to0 = mk_smem(sh->staging) + 2 * value0, trailers = mk_smem(sh->red) + 128 * N * d->warp, group = d->warp + d->lane * MK_WARPS; /* of trailers: 32 places a turn and row */
-    const uint32_t word = HEADS ? g.slice / 2 % 3u : 0;
+    const uint32_t word = HEADS ? mk_trailer_word(g) : 0;
     static_assert(128 * N * MK_WARPS <= MK_RED_FLOATS * 4, "trailers");
     uint32_t wanted = wanted_of(0), to_row = to0;
 #pragma unroll
@@ -758,26 +770,22 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
                     x.x = mk_bf16_pair(y[0], y[1]), x.y = mk_bf16_pair(y[2], 0), x.z = 0;
                 } else {
                     uint32_t w[3] = {x.x, x.y, x.z};
-                    if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * (r * T + j) + 4 * h.slice, word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
+                    if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * (r * T + j) + 4 * h.slice, mk_packet_word(x, word));
                     if (!HEADS && left - value[j] < 6)
 #pragma unroll
                         for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
 #pragma unroll
                     for (uint32_t i = 0; i < 3; i++) {
                         if (HEADS) w[i] &= mine[i];
-                        if (!RMS) continue;
-                        const float x0 = __uint_as_float(w[i] << 16), x1 = __uint_as_float(w[i] & 0xffff0000u);
-                        sum = __fmaf_rn(x0, x0, sum);
-                        sum = __fmaf_rn(x1, x1, sum);
                         const float4 a = gain[RMS ? j : 0][0], b = gain[RMS ? j : 0][F32 ? 0 : 1];
-                        w[i] = mk_bf16_pair(__fmul_rn(x0, i == 0 ? a.x : i == 1 ? a.z : b.x), __fmul_rn(x1, i == 0 ? a.y : i == 1 ? a.w : b.y));
+                        if (RMS) w[i] = mk_word_scaled(w[i], i == 0 ? a.x : i == 1 ? a.z : b.x, i == 0 ? a.y : i == 1 ? a.w : b.y, &sum);
                     }
                     x.x = w[0], x.y = w[1], x.z = w[2];
                 }
                 if (FP8)
                     top = __vmaxu2(__vmaxu2(__vmaxu2(top, mk_magnitudes(x.x)), mk_magnitudes(x.y)), mk_magnitudes(x.z));
                 else
-                    mk_some_put<F32>(at, has, mine, x);
+                    mk_hand_put<F32>(at, has, mine, x);
             }
             __syncwarp();
             if (RMS) mk_row_squares(d, parity, row0 + r, mk_warp_sum(sum));
@@ -786,11 +794,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
                 const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
                 factor = shift.inverse;
 #pragma unroll
-                for (uint32_t j = 0; j < T; j++) {
-                    const uint4 x = q[r * T + j];
-                    mk_some_put<F32>(to + 2 * value[j], turn & 1u << j, mine,
-                                     make_uint4(mk_f16_pair_shifted(x.x, shift.less), mk_f16_pair_shifted(x.y, shift.less), F32 ? 0 : mk_f16_pair_shifted(x.z, shift.less), 0));
-                }
+                for (uint32_t j = 0; j < T; j++) mk_hand_put<F32>(to + 2 * value[j], turn & 1u << j, mine, mk_packet_shifted<F32>(q[r * T + j], shift.less));
             }
             /* a lane a group, for its K blocks */
             if (HEADS && group * g.values < k) {
@@ -823,7 +827,7 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
     const uint32_t nrows = d->step->nrows, stride = mk_row_stride(n), row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0], staged = mk_smem(sh->staging);
     const mk_hand h = mk_hand_of<false>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<false>(g);
-    const uint32_t group0 = d->warp * g.values, per_head = mk_small_quot(g.values, g.slice), heads = mk_small_quot(p->x.k, g.values), rows = (1u << nrows) - 1, word = HEADS ? g.slice / 2 % 3u : 0;
+    const uint32_t group0 = d->warp * g.values, per_head = mk_small_quot(g.values, g.slice), heads = mk_small_quot(p->x.k, g.values), rows = (1u << nrows) - 1, word = HEADS ? mk_trailer_word(g) : 0;
     float *const trailer = sh->red; /* [row][slice of its head][head] */
     uint32_t less[N] = {};
 
@@ -868,7 +872,7 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
                 if (r >= nrows) break;
                 const uint32_t w[3] = {q[r].x, q[r].y, q[r].z};
                 if (look) {
-                    if (HEADS && has && h.trailer) trailer[(r * per_head + h.slice) * heads + mk_small_quot(x - h.value, g.values)] = __uint_as_float(word == 0 ? w[0] : word == 1 ? w[1] : w[2]);
+                    if (HEADS && has && h.trailer) trailer[(r * per_head + h.slice) * heads + mk_small_quot(x - h.value, g.values)] = __uint_as_float(mk_packet_word(q[r], word));
                     if (FP8)
 #pragma unroll
                         for (uint32_t i = 0; i < 3; i++) top[r] = __vmaxu2(top[r], mine[i] ? mk_magnitudes(w[i]) : 0);
