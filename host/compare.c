@@ -69,7 +69,7 @@ static void partials(const mk_program *p, const mk_step *step, const mk_insn *in
     uint32_t grain = mla ? m->grain : g->grain, most = mla ? m->most : g->most, splits = mk_splits(step->row[row].pos, grain, most);
     for (uint32_t r = 0, k; r < row && !mla; r += k) { /* items before those of the row's own set */
         k = mk_gqa_together(g, step->row + r, step->nrows - r);
-        if (r + k <= row) base += mk_splits(step->row[r].pos, grain, most) * groups;
+        if (r + k <= row) base += mk_splits(step->row[r + k - 1].pos, grain, most) * groups;
     }
     for (uint32_t s = 0; s < splits; s++)
         for (uint32_t h = 0; h < heads; h++) {

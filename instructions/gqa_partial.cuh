@@ -7,6 +7,9 @@
  *
  * Heads of more than 128 channels are dealt otherwise, for eight warps' sums of eight such heads would be 64 KB to add: a page at a time, a warp has the scores of its eight tokens, and 32 channels
  * of the values of all 64. The scores go through shared memory, one barrier a page, and every warp makes all probabilities of them.
+ *
+ * In a step of several rows those that see the same splits of one cache share an item: up to 32 queries, staged all at once, then taken by eight over keys and values that stay in
+ * registers, values transposed once; the warps' sums of eight heads are added by a warp a head.
  * The order of every sum is a function of the split alone. */
 #ifndef MK_GQA_PARTIAL_CUH
 #define MK_GQA_PARTIAL_CUH
@@ -15,6 +18,7 @@
 #include "instructions/gqa_append.cuh"
 
 #define MK_GQA_CHUNK     128u /* channels of a head, at most, whose sums are every warp's */
+#define MK_GQA_EIGHTS    (MK_GQA_TOGETHER / MK_GQA_HEADS)
 #define MK_GQA_SCORE_ROW 72u  /* floats of a head's scores of a page: heads fall into different banks */
 
 /* The newest token's key and value in bf16. A step of one row takes them from the packets, so that it need not wait for the cache; they stand in for every token from
@@ -28,17 +32,20 @@ MK_DEV uint8_t *mk_gqa_fresh(mk_shared *sh)
 typedef struct mk_gqa_stats {
     alignas(16) float max[MK_GQA_HEADS][MK_WARPS], sum[MK_GQA_HEADS][MK_WARPS];
 } mk_gqa_stats;
-MK_DEV mk_gqa_stats *mk_gqa_stats_at(mk_shared *sh)
+/* turn: 0, or 1 for the one before it. */
+MK_DEV mk_gqa_stats *mk_gqa_stats_at(mk_shared *sh, uint32_t turn)
 {
-    static_assert(sizeof sh->red >= sizeof(mk_gqa_stats), "they fit");
-    return (mk_gqa_stats *)((uint8_t *)(sh->red + MK_RED_FLOATS) - sizeof(mk_gqa_stats));
+    static_assert(sizeof sh->red >= 2 * sizeof(mk_gqa_stats), "they fit");
+    return (mk_gqa_stats *)(sh->red + MK_RED_FLOATS) - 1 - turn;
 }
-/* Behind the queries: first what they are made of, then the warps' sums, or two pages' scores, and the heads' outputs. */
-MK_DEV float *mk_gqa_scratch(mk_shared *sh, uint32_t dim)
+/* Behind the queries, of which there are so many times eight: first what they are made of, then the warps' sums, or two pages' scores, and the heads' outputs. */
+MK_DEV float *mk_gqa_scratch(mk_shared *sh, uint32_t dim, uint32_t eights)
 {
     static_assert(4 * MK_GQA_DIM * MK_GQA_HEADS + 4 * MK_WARPS * MK_GQA_HEADS * MK_GQA_CHUNK + 4 * MK_GQA_DIM * MK_GQA_HEADS + sizeof(mk_gqa_stats) <=
                       MK_STAGING + 4 * MK_RED_FLOATS, "queries, sums, outputs");
-    return (float *)(sh->staging + mk_att_plane_bytes((dim + 31) / 32));
+    static_assert(4 * MK_GQA_CHUNK * MK_GQA_TOGETHER + 4 * MK_WARPS * MK_GQA_HEADS * (MK_GQA_CHUNK + 2) + 2 * sizeof(mk_gqa_stats) <= MK_STAGING + 4 * MK_RED_FLOATS &&
+                      4 * MK_GQA_DIM * (MK_GQA_TOGETHER + MK_WARPS) <= MK_STAGING + 4 * MK_RED_FLOATS, "queries of several rows, and sums, or what the warps make them of");
+    return (float *)(sh->staging + eights * mk_att_plane_bytes((dim + 31) / 32));
 }
 
 /* A split's keys and values. */
@@ -96,20 +103,31 @@ MK_DEV uint32_t mk_gqa_ids(const mk_gqa_split *x, uint32_t page, uint32_t lane)
     return __ldcg(x->pages + min(page + lane, (x->n - 1) / MK_PAGE));
 }
 
-/* Sums of a block, by halves, plus the values of two tiles of tokens times their probabilities. */
-MK_DEV void mk_gqa_add(float (*acc)[4], uint4 u, uint4 w, uint32_t pu, uint32_t pw)
+/* A tile of values as the left operand has them. */
+MK_DEV uint4 mk_gqa_turned(uint4 x)
 {
-    const uint32_t u0 = mk_turn(u.x), u1 = mk_turn(u.y), u2 = mk_turn(u.z), u3 = mk_turn(u.w);
-    const uint32_t w0 = mk_turn(w.x), w1 = mk_turn(w.y), w2 = mk_turn(w.z), w3 = mk_turn(w.w);
-    mk_mma(acc[0], u0, u1, w0, w1, pu, pw);
-    mk_mma(acc[1], u2, u3, w2, w3, pu, pw);
+    return make_uint4(mk_turn(x.x), mk_turn(x.y), mk_turn(x.z), mk_turn(x.w));
+}
+/* Sums of a block, by halves, plus two tiles of values, as they are or turned, times their probabilities. */
+template <bool TURNED> MK_DEV void mk_gqa_add(float (*acc)[4], uint4 u, uint4 w, uint32_t pu, uint32_t pw)
+{
+    if (!TURNED) u = mk_gqa_turned(u), w = mk_gqa_turned(w);
+    mk_mma(acc[0], u.x, u.y, w.x, w.y, pu, pw);
+    mk_mma(acc[1], u.z, u.w, w.z, w.w, pu, pw);
 }
 
-/* The first pages stand in registers, the queries in shared memory. fresh: token of the split from which on mk_gqa_fresh holds key and value. ONE: of one row; else the lane's
- * head sees the first `sees` tokens of the split, perhaps none of a warp's. Leaves the warps' sums in *acc, and their statistics in shared memory. */
+/* Up to eight queries over a split. ONE: of one row, in whose cache is nothing from token `fresh` of the split on, of which mk_gqa_fresh holds key and value. */
+typedef struct mk_gqa_eight {
+    uint32_t at, heads;         /* where they lie in the staging area; how many */
+    uint32_t fresh;             /* ONE */
+    uint32_t sees, turn;        /* of several rows: tokens that the lane's head sees, perhaps none of a warp's; which place for statistics, first place for scores */
+    bool turned;                /* of several rows: the first pages' values are turned already */
+    float scale;
+} mk_gqa_eight;
+
+/* The first pages stand in registers, the queries in shared memory. Leaves the warps' sums in *acc, and their statistics in shared memory. */
 template <uint32_t NB, bool ONE>
-MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split *x, uint32_t ids, uint32_t fresh, uint32_t heads, uint32_t sees, float scale, uint32_t warp, uint32_t lane,
-                          float (*acc)[2][4])
+MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split *x, uint32_t ids, const mk_gqa_eight *e, uint32_t warp, uint32_t lane, float (*acc)[2][4])
 {
     constexpr uint32_t T = 8 / NB;
     const uint32_t g = lane / 4, l = lane % 4, blocks = (x->dim + 31) / 32;
@@ -125,12 +143,12 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
         if (more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
         if (more) mk_gqa_prefetch<T>(x, ids, next, warp, lane);
         if (first < x->n) {
-            if (fresh < first + T * MK_PAGE) {
+            if (ONE && e->fresh < first + T * MK_PAGE) {
 #pragma unroll
                 for (uint32_t k = 0; k < T; k++)
 #pragma unroll
                     for (uint32_t b = 0; b < NB; b++)
-                        if (first + k * MK_PAGE + g >= fresh && b * 32 + 8 * l < x->dim) {
+                        if (first + k * MK_PAGE + g >= e->fresh && b * 32 + 8 * l < x->dim) {
                             const uint8_t *y = mk_gqa_fresh(sh) + (b * 32 + 8 * l) * 2;
                             m->k[k][b] = *(const uint4 *)y;
                             m->v[k][b] = *(const uint4 *)(y + 2 * x->dim);
@@ -142,7 +160,7 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
 #pragma unroll
             for (uint32_t b = 0; b < NB; b++) {
                 if (b >= blocks) break;
-                const mk_att_left q = mk_att_query(sh->staging + lane * 16, b);
+                const mk_att_left q = mk_att_query(sh->staging + e->at + lane * 16, b);
 #pragma unroll
                 for (uint32_t k = 0; k < T; k++)
                     if (!k || first + k * MK_PAGE < x->n) mk_att_dot(c[k], &q, m->k[k][b]);
@@ -152,9 +170,9 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
 #pragma unroll
             for (uint32_t k = 0; k < T; k++) {
                 const uint32_t t = first + k * MK_PAGE + 2 * l;
-                const uint32_t end = ONE ? x->n : sees;
-                c[k][0] = t < end ? __fmul_rn(__fadd_rn(c[k][0], c[k][2]), scale) : -INFINITY;
-                c[k][1] = t + 1 < end ? __fmul_rn(__fadd_rn(c[k][1], c[k][3]), scale) : -INFINITY;
+                const uint32_t end = ONE ? x->n : e->sees;
+                c[k][0] = t < end ? __fmul_rn(__fadd_rn(c[k][0], c[k][2]), e->scale) : -INFINITY;
+                c[k][1] = t + 1 < end ? __fmul_rn(__fadd_rn(c[k][1], c[k][3]), e->scale) : -INFINITY;
                 top = fmaxf(top, fmaxf(c[k][0], c[k][1]));
             }
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
@@ -175,19 +193,25 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
 #pragma unroll
                     for (uint32_t k = 0; k < 8; k++) acc[b][k / 4][k % 4] = __fmul_rn(acc[b][k / 4][k % 4], k & 1 ? s1 : s0);
             }
+            if (!ONE && !(e->turned && !page)) {
+#pragma unroll
+                for (uint32_t k = 0; k < T; k++)
+#pragma unroll
+                    for (uint32_t b = 0; b < NB; b++) m->v[k][b] = mk_gqa_turned(m->v[k][b]);
+            }
 #pragma unroll
             for (uint32_t k = 0; k < T; k += 2) {
                 if (k && first + k * MK_PAGE >= x->n) break;
 #pragma unroll
-                for (uint32_t b = 0; b < NB; b++) mk_gqa_add(acc[b], m->v[k][b], m->v[k + 1][b], p[k], p[k + 1]);
+                for (uint32_t b = 0; b < NB; b++) mk_gqa_add<!ONE>(acc[b], m->v[k][b], m->v[k + 1][b], p[k], p[k + 1]);
             }
             if (more) mk_gqa_load<NB>(m->v, x, ids, next, 1, warp, lane);
         }
     }
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    if (l == 0 && g < heads) {
-        mk_gqa_stats *s = mk_gqa_stats_at(sh);
+    if (l == 0 && g < e->heads) {
+        mk_gqa_stats *s = mk_gqa_stats_at(sh, e->turn);
         s->max[g][warp] = top;
         s->sum[g][warp] = sum;
     }
@@ -195,8 +219,7 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
 
 /* The same of channels of up to 256. The warp's sums of its block of channels are in *acc, the largest score and sum p of the lane's head in *most and *all. */
 template <bool ONE>
-MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_split *x, uint32_t ids, uint32_t fresh, uint32_t sees, float scale, uint32_t warp, uint32_t lane, float (*acc)[4],
-                                 float *most, float *all)
+MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_split *x, uint32_t ids, const mk_gqa_eight *e, uint32_t warp, uint32_t lane, float (*acc)[4], float *most, float *all)
 {
     const uint32_t g = lane / 4, l = lane % 4, blocks = (x->dim + 31) / 32, block = warp * 32 + 8 * l;
     float top = -INFINITY, sum = 0;
@@ -204,30 +227,30 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
     for (uint32_t k = 0; k < 8; k++) acc[k / 4][k % 4] = 0;
 #pragma unroll 1
     for (uint32_t page = 0; page * MK_PAGE < x->n; page++) {
-        const uint32_t first = page * MK_PAGE, next = page + 1, end = ONE ? x->n : sees;
+        const uint32_t first = page * MK_PAGE, next = page + 1, end = ONE ? x->n : e->sees;
         const bool more = next * MK_PAGE < x->n;
         if (more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
         if (more) mk_gqa_prefetch<1>(x, ids, next, warp, lane);
-        if (fresh < first + MK_PAGE) {
+        if (ONE && e->fresh < first + MK_PAGE) {
             const uint8_t *key = mk_gqa_fresh(sh) + 16 * l, *value = mk_gqa_fresh(sh) + 2 * (x->dim + block);
 #pragma unroll
             for (uint32_t b = 0; b < 8; b++) {
-                if (first + warp * 8 + g >= fresh && b * 32 + 8 * l < x->dim) m->k[0][b] = *(const uint4 *)(key + 64 * b);
-                if (first + b * 8 + g >= fresh && block < x->dim) m->v[0][b] = *(const uint4 *)value;
+                if (first + warp * 8 + g >= e->fresh && b * 32 + 8 * l < x->dim) m->k[0][b] = *(const uint4 *)(key + 64 * b);
+                if (first + b * 8 + g >= e->fresh && block < x->dim) m->v[0][b] = *(const uint4 *)value;
             }
         }
         float c[4] = {0, 0, 0, 0};
 #pragma unroll
         for (uint32_t b = 0; b < 8; b++) {
             if (b >= blocks) break;
-            const mk_att_left q = mk_att_query(sh->staging + lane * 16, b);
+            const mk_att_left q = mk_att_query(sh->staging + e->at + lane * 16, b);
             mk_att_dot(c, &q, m->k[0][b]);
         }
         if (more) mk_gqa_load<8>(m->k, x, ids, next, 0, warp, lane);
         /* those of the page before are being read */
-        float *score = mk_gqa_scratch(sh, x->dim) + ((page & 1) * MK_GQA_HEADS + g) * MK_GQA_SCORE_ROW + 2 * l;
+        float *score = mk_gqa_scratch(sh, x->dim, ONE ? 1 : MK_GQA_EIGHTS) + ((page + e->turn & 1) * MK_GQA_HEADS + g) * MK_GQA_SCORE_ROW + 2 * l;
         const uint32_t t = first + warp * 8 + 2 * l;
-        *(float2 *)(score + warp * 8) = make_float2(t < end ? __fmul_rn(__fadd_rn(c[0], c[2]), scale) : -INFINITY, t + 1 < end ? __fmul_rn(__fadd_rn(c[1], c[3]), scale) : -INFINITY);
+        *(float2 *)(score + warp * 8) = make_float2(t < end ? __fmul_rn(__fadd_rn(c[0], c[2]), e->scale) : -INFINITY, t + 1 < end ? __fmul_rn(__fadd_rn(c[1], c[3]), e->scale) : -INFINITY);
         mk_sync();
         float2 y[8];
         const float before = top;
@@ -252,8 +275,12 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
 #pragma unroll
             for (uint32_t k = 0; k < 8; k++) acc[k / 4][k % 4] = __fmul_rn(acc[k / 4][k % 4], k & 1 ? s1 : s0);
         }
+        if (!ONE && !(e->turned && !page)) {
 #pragma unroll
-        for (uint32_t k = 0; k < 8; k += 2) mk_gqa_add(acc, m->v[0][k], m->v[0][k + 1], p[k], p[k + 1]);
+            for (uint32_t k = 0; k < 8; k++) m->v[0][k] = mk_gqa_turned(m->v[0][k]);
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < 8; k += 2) mk_gqa_add<!ONE>(acc, m->v[0][k], m->v[0][k + 1], p[k], p[k + 1]);
         if (more) mk_gqa_load_block(m->v[0], x, ids, next, warp, lane);
     }
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -282,14 +309,13 @@ typedef struct mk_gqa_out {
     uint32_t values, lanes, sp, epoch; /* of a slice: values, their binary logarithm if slices lie in lanes of a warp, else 0; packets */
 } mk_gqa_out;
 /* The warps' sums, ascending: into the partials, or, with `out`, divided by sum p, into shared memory and from there on; into packets at once where lanes have all of a slice.
- * dst: of the first head; of several rows, each with `group` heads, a row's lie MK_MAX_SPLITS * all heads of partials after the one's before. */
-template <uint32_t NB, bool ONE>
-MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc)[2][4], uint32_t dim, uint32_t heads, float *dst, uint32_t group, uint32_t row_floats, float *out, const mk_gqa_out *o, uint32_t tid)
+ * dst: of the first head. */
+template <uint32_t NB> MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc)[2][4], uint32_t dim, uint32_t heads, float *dst, float *out, const mk_gqa_out *o, uint32_t tid)
 {
-    const mk_gqa_stats *s = mk_gqa_stats_at(sh);
-    float *area = mk_gqa_scratch(sh, dim);
+    const mk_gqa_stats *s = mk_gqa_stats_at(sh, 0);
+    float *area = mk_gqa_scratch(sh, dim, 1);
     const uint32_t all = heads * dim;
-    if (ONE && !dim) return; /* never; but behind a branch nvcc takes fewer registers from what comes before (llama-3.2-1b: 2 % of a step) */
+    if (!dim) return; /* never; but behind a branch nvcc takes fewer registers from what comes before (llama-3.2-1b: 2 % of a step) */
     mk_gqa_put<NB>(area + tid / 32 * all, acc, dim, heads, tid % 32);
     mk_sync();
 #pragma unroll 1
@@ -317,22 +343,71 @@ MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc)[2][4], uint32_t dim, 
                 out[i] = z;
             }
         }
-        const uint32_t r = ONE ? 0 : mk_small_quot(h, group);
-        float *to = dst + (h - r * group) * mk_partial_floats(dim) + (size_t)r * row_floats;
+        float *to = dst + h * mk_partial_floats(dim);
         __stcg(to + c, y);
         if (!c) __stcg((float2 *)(to + dim), make_float2(max, sum));
     }
 }
 
-/* The same of channels of up to 256, of which a warp has its block. */
-template <bool ONE>
-MK_DEV void mk_gqa_give(const float (*acc)[4], float most, float all, uint32_t dim, uint32_t heads, float *dst, uint32_t group, uint32_t row_floats, float *out, uint32_t warp, uint32_t lane)
+/* Of an item of several rows: so many heads of a KV head of each of its rows, row by row. */
+typedef struct mk_gqa_heads {
+    uint32_t row, own, n; /* the first row; heads of a row, of all */
+    uint32_t first;       /* of the row's heads */
+    float *dst;           /* the first one's partial */
+    uint32_t floats, row_floats;
+} mk_gqa_heads;
+MK_DEV float *mk_gqa_partial_at(const mk_gqa_heads *y, uint32_t h)
+{
+    const uint32_t k = mk_small_quot(h, y->own);
+    return y->dst + (h - k * y->own) * y->floats + (size_t)k * y->row_floats;
+}
+/* The warps' sums of eight heads: [warp][head][channel]. From head to head lanes that store together meet in few banks. */
+template <uint32_t NB> struct mk_gqa_sums {
+    static constexpr uint32_t HEAD = 32 * NB + 2, WARP = MK_GQA_HEADS * HEAD;
+};
+/* A warp's, as the operand leaves them: mk_att_four says where. */
+template <uint32_t NB> MK_DEV void mk_gqa_leave(float *area, const float (*acc)[2][4], uint32_t warp, uint32_t lane)
+{
+    const uint32_t g = lane / 4, l = lane % 4;
+    float *to = area + warp * mk_gqa_sums<NB>::WARP + 2 * l * mk_gqa_sums<NB>::HEAD + 8 * (g / 2) + g % 2;
+#pragma unroll
+    for (uint32_t b = 0; b < NB; b++)
+#pragma unroll
+        for (uint32_t k = 0; k < 8; k++) to[k % 2 * mk_gqa_sums<NB>::HEAD + 32 * b + k / 2 * 2] = acc[b][k / 4][k % 4];
+}
+/* A head's, as mk_gqa_merge adds them, into its partial, by one warp. */
+template <uint32_t NB> MK_DEV void mk_gqa_merge_head(const mk_gqa_stats *s, const float *area, uint32_t dim, uint32_t head, float *to, uint32_t lane)
+{
+    const float4 a = *(const float4 *)&s->sum[head][0], b = *(const float4 *)&s->sum[head][4];
+    const float part[MK_WARPS] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    float w = s->max[head][lane % MK_WARPS], max = w, sum = 0, by[MK_WARPS];
+#pragma unroll
+    for (uint32_t k = 1; k < MK_WARPS; k *= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, k));
+    w = mk_exp_fast(w - max); /* 0 of a warp without tokens */
+#pragma unroll
+    for (uint32_t k = 0; k < MK_WARPS; k++) {
+        by[k] = __shfl_sync(0xffffffffu, w, k);
+        sum = __fmaf_rn(by[k], part[k], sum);
+    }
+#pragma unroll 1
+    for (uint32_t c = 2 * lane; c < dim; c += 64) {
+        float2 y = make_float2(0, 0), x[MK_WARPS];
+#pragma unroll
+        for (uint32_t k = 0; k < MK_WARPS; k++) x[k] = *(const float2 *)(area + k * mk_gqa_sums<NB>::WARP + head * mk_gqa_sums<NB>::HEAD + c);
+#pragma unroll
+        for (uint32_t k = 0; k < MK_WARPS; k++) {
+            y.x = __fmaf_rn(by[k], x[k].x, y.x);
+            y.y = __fmaf_rn(by[k], x[k].y, y.y);
+        }
+        __stcg((float2 *)(to + c), y);
+    }
+    if (lane == 0) __stcg((float2 *)(to + dim), make_float2(max, sum));
+}
+
+/* The sums of eight heads of up to 256 channels, of which a warp has its block; partial: of a head where its partial lies. */
+template <typename P> MK_DEV void mk_gqa_give(const float (*acc)[4], float most, float all, uint32_t dim, uint32_t heads, P partial, float *out, uint32_t warp, uint32_t lane)
 {
     const uint32_t g = lane / 4, l = lane % 4, c = warp * 32 + 4 * g;
-    const auto partial = [&](uint32_t h) {
-        const uint32_t r = ONE ? 0 : mk_small_quot(h, group);
-        return dst + (h - r * group) * mk_partial_floats(dim) + (size_t)r * row_floats;
-    };
     if (warp == 0 && l == 0 && g < heads) __stcg((float2 *)(partial(g) + dim), make_float2(most, all));
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++) {
@@ -345,25 +420,30 @@ MK_DEV void mk_gqa_give(const float (*acc)[4], float most, float all, uint32_t d
     }
 }
 
-/* A head of up to 32 NB values, by one warp: norm and rotation of x as in GQA_APPEND where there are parameters. ahead: sine and cosine of the first pairs, or NULL. */
-template <uint32_t NB> MK_DEV void mk_gqa_head(const mk_dev *d, const mk_gqa *g, uint32_t r, const float *param, float eps, float *x, const float2 *ahead)
+/* The norm of a head of up to 32 NB values, by one warp. */
+template <uint32_t NB> MK_DEV void mk_gqa_norm(const float *param, uint32_t dim, float eps, float *x, uint32_t lane)
 {
-    const uint32_t dim = g->dim, half = param ? g->rope / 2 : 0, norm = param && g->norm;
-    if (norm) {
-        float sum = 0, v[NB], gamma[NB];
+    float sum = 0, v[NB], gamma[NB];
 #pragma unroll
-        for (uint32_t k = 0; k < NB; k++) gamma[k] = d->lane + 32 * k < dim ? __ldg(param + d->lane + 32 * k) : 0.0f;
+    for (uint32_t k = 0; k < NB; k++) gamma[k] = lane + 32 * k < dim ? __ldg(param + lane + 32 * k) : 0.0f;
+#pragma unroll
+    for (uint32_t k = 0; k < NB; k++) {
+        v[k] = lane + 32 * k < dim ? x[lane + 32 * k] : 0.0f;
+        sum = __fmaf_rn(v[k], v[k], sum);
+    }
+    const float rstd = mk_rsqrtf(mk_div(mk_warp_sum(sum), (float)dim) + eps);
+#pragma unroll
+    for (uint32_t k = 0; k < NB; k++)
+        if (lane + 32 * k < dim) x[lane + 32 * k] = __fmul_rn(__fmul_rn(v[k], rstd), gamma[k]);
+    __syncwarp();
+}
+/* A head of one row: norm and rotation of x as in GQA_APPEND where there are parameters. ahead: sine and cosine of the first pairs, or NULL. */
+template <uint32_t NB> MK_DEV void mk_gqa_head(const mk_dev *d, const mk_gqa *g, const float *param, float eps, float *x, const float2 *ahead)
+{
+    const uint32_t dim = g->dim, half = param ? g->rope / 2 : 0;
+    if (param && g->norm) {
+        mk_gqa_norm<NB>(param, dim, eps, x, d->lane);
         param += dim;
-#pragma unroll
-        for (uint32_t k = 0; k < NB; k++) {
-            v[k] = d->lane + 32 * k < dim ? x[d->lane + 32 * k] : 0.0f;
-            sum = __fmaf_rn(v[k], v[k], sum);
-        }
-        const float rstd = mk_rsqrtf(mk_div(mk_warp_sum(sum), (float)dim) + eps);
-#pragma unroll
-        for (uint32_t k = 0; k < NB; k++)
-            if (d->lane + 32 * k < dim) x[d->lane + 32 * k] = __fmul_rn(__fmul_rn(v[k], rstd), gamma[k]);
-        __syncwarp();
     }
 #pragma unroll 1
     for (uint32_t i = d->lane; i < half; i += 32) {
@@ -372,7 +452,7 @@ template <uint32_t NB> MK_DEV void mk_gqa_head(const mk_dev *d, const mk_gqa *g,
         if (ahead && i < MK_ANGLES)
             turn = ahead[i];
         else
-            mk_sincosf(mk_mul((float)d->step->row[r].pos, __ldg(param + i)), &turn.x, &turn.y);
+            mk_sincosf(mk_mul((float)d->step->row[0].pos, __ldg(param + i)), &turn.x, &turn.y);
         const float s = turn.x, c = turn.y;
         x[i] = mk_add(mk_mul(a, c), -mk_mul(b, s));
         x[i + half] = mk_add(mk_mul(b, c), mk_mul(a, s));
@@ -395,36 +475,184 @@ MK_DEV void mk_gqa_publish(const mk_dev *d, const mk_gqa_out *o, uint32_t slices
     }
 }
 
-/* The items of this worker. ONE: a step of one row (mk_newest): the newest key and value come from the packets, and who has the item that needs them writes them to the
- * cache; nothing waits for GQA_APPEND, which has nothing left to do. Where that row has one split, the items publish what COMBINE would, with the same bits. Of several rows those
- * that see the same splits share an item (mk_gqa_together): its keys and values are read once, and what a later row sees counts nothing for an earlier one. Returns the vector to be
- * signalled: the caller has no register to keep it in. */
-template <uint32_t NB, bool ONE> MK_CALL uint32_t mk_gqa_items(const mk_insn *in)
+/* The items of this worker in a step of one row (mk_newest): the newest key and value come from the packets, and who has the item that needs them writes them to the cache; nothing waits
+ * for GQA_APPEND, which has nothing left to do. Where the row has one split, the items publish what COMBINE would, with the same bits. Returns the vector to be signalled: the caller has no
+ * register to keep it in. */
+template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
     const mk_newest *newest = &f->plan.newest;
     const mk_gqa *g = &d->in->gqa;
-    const uint32_t dim = g->dim, floats = mk_partial_floats(dim), blocks = (dim + 31) / 32, group = mk_small_quot(g->heads, g->kv_heads), rows = ONE ? 1 : d->step->nrows;
+    const uint32_t dim = g->dim, floats = mk_partial_floats(dim), blocks = (dim + 31) / 32, group = mk_small_quot(g->heads, g->kv_heads);
     const mk_att_queries of = {dim, 0, 0};
-    float *const raw = mk_gqa_scratch(d->sh, dim); /* queries, key and value as they come: all values of their blocks */
+    float *const raw = mk_gqa_scratch(d->sh, dim, 1); /* queries, key and value as they come: all values of their blocks */
+    const mk_wait *const wait = &d->in->wait[0];
+    const uint32_t epoch = f->place.epoch[0];
+    const mk_row *row = &d->step->row[0];
+    const uint4 *const packets = f->place.in[0];
+    const uint32_t pos = row->pos, per = f->place.per, items = f->place.items;
+    bool begun = false;
+#pragma unroll 1
+    for (uint32_t i = g->part; i < items; i += g->parts) {
+        const uint32_t split = mk_small_quot(i, g->kv_heads), kv = i - split * g->kv_heads, first = split * per * MK_PAGE;
+        mk_gqa_split x;
+        x.pages = d->a->page + (size_t)row->slot * d->a->max_pages + split * per;
+        x.base = d->a->kv + g->kv_off + 2 * mk_gqa_at(dim, kv, 0, 0);
+        x.page_bytes = d->a->kv_page_bytes;
+        x.n = min(pos + 1 - first, per * MK_PAGE);
+        x.dim = dim;
+        const bool last = first + x.n == pos + 1;
+#pragma unroll 1
+        for (uint32_t h0 = 0; h0 < group; h0 += MK_GQA_HEADS) {
+            const uint32_t heads = min(group - h0, MK_GQA_HEADS), head0 = kv * group + h0;
+            const uint32_t all = heads + (last && !h0 ? 2 : 0); /* the newest key and value follow the queries */
+            mk_gqa_regs<NB> regs;
+            float acc[NB == 8 ? 1 : NB][2][4];
+            uint32_t ids, h = d->warp;
+            uint32_t from = h < heads ? g->q_off + (head0 + h) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
+            mk_asked look;
+            mk_asked_for(&look, d, wait, packets, epoch, from, h < all ? dim : 0);
+            if (!begun && x.n <= MK_AHEAD_PAGES * MK_PAGE)
+                ids = f->place.page[d->lane % MK_AHEAD_PAGES];
+            else
+                ids = mk_gqa_ids(&x, 0, d->lane);
+            mk_gqa_load<NB>(regs.k, &x, ids, 0, 0, d->warp, d->lane);
+            if constexpr (NB == 8)
+                mk_gqa_load_block(regs.v[0], &x, ids, 0, d->warp, d->lane);
+            else
+                mk_gqa_load<NB>(regs.v, &x, ids, 0, 1, d->warp, d->lane);
+            if (begun) mk_sync(); /* the heads before are through with shared memory */
+#pragma unroll 1
+            for (; h < all; h += MK_WARPS) {
+                const bool query = h < heads;
+                float *q = raw + h * 32 * blocks;
+                uint32_t *to = 0;
+                if (!query) to = (uint32_t *)((uint16_t *)mk_kv_at(d, g->kv_off, row->slot, pos, 0) + mk_gqa_at(dim, kv, h - heads, pos % MK_PAGE));
+                if (dim + d->lane < 32 * blocks) q[dim + d->lane] = 0;
+                if (h >= MK_WARPS) {
+                    from = query ? g->q_off + (head0 + h) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
+                    mk_asked_for(&look, d, wait, packets, epoch, from, dim);
+                }
+                mk_asked_take(&look, d, wait, 0, 0, packets, epoch, from, dim, q);
+                mk_gqa_head<NB>(d, g, h > heads ? (const float *)0 : d->a->param + (query ? g->param_off : newest->param_off), query ? g->eps : newest->eps, q,
+                                query || f->place.ahead & MK_AHEAD_ALIKE ? d->sh->angle : (const float2 *)0);
+#pragma unroll 2
+                for (uint32_t c = 2 * d->lane; c < 32 * blocks; c += 64) {
+                    const float2 y = *(const float2 *)(q + c);
+                    if (query) {
+                        mk_att_put(d->sh->staging, &of, h, c, y.x, y.y);
+                    } else if (c < dim) {
+                        const uint32_t bits = mk_pack_bf16(y.x, y.y);
+                        *(uint32_t *)(mk_gqa_fresh(d->sh) + ((h - heads) * dim + c) * 2) = bits;
+                        to[c / 2] = bits;
+                    }
+                }
+            }
+            mk_sync();
+            if (!begun) mk_trace_input(d);
+            begun = true;
+            mk_trace_bytes(d, x.n * dim * 4);
+            const mk_gqa_eight e = {0, heads, last ? x.n - 1 : 0xffffffffu, 0, 0, false, g->scale};
+            float most, sum;
+            if constexpr (NB == 8)
+                mk_gqa_attend_blocks<true>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc[0], &most, &sum);
+            else
+                mk_gqa_attend<NB, true>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc);
+            float *out = f->place.ahead & MK_AHEAD_WHOLE ? mk_gqa_scratch(d->sh, dim, 1) + (NB == 8 ? 2 * MK_GQA_SCORE_ROW : MK_WARPS * dim) * MK_GQA_HEADS : (float *)0;
+            mk_gqa_out o = {0, 0, 0, 0, 0};
+            if (out) {
+                const mk_whole *w = &f->plan.whole;
+                o.values = w->values;
+                o.lanes = NB < 8 && (o.values == 16 || o.values == 32) && dim % 32 == 0 ? o.values == 16 ? 4 : 5 : 0;
+                o.sp = d->sh->vec[w->vec].slice_packets;
+                o.to = f->place.out + head0 * w->slices * o.sp;
+                o.epoch = f->place.out_epoch;
+                mk_trace_publish(d);
+            }
+            float *dst = (float *)mk_bulk_at(d, in->signal_vec) + ((size_t)split * g->heads + head0) * floats;
+            if constexpr (NB == 8)
+                mk_gqa_give(acc[0], most, sum, dim, heads, [&](uint32_t k) { return dst + k * floats; }, out, d->warp, d->lane);
+            else
+                mk_gqa_merge<NB>(d->sh, acc, dim, heads, dst, out, &o, d->tid);
+            if (out && !o.lanes) {
+                mk_sync();
+                mk_gqa_publish(d, &o, heads * f->plan.whole.slices, out);
+            }
+        }
+    }
+    return in->signal_vec;
+}
+
+/* Value c of one of eight heads, both planes. */
+MK_DEV void mk_gqa_put_value(uint8_t *plane, uint32_t head, uint32_t c, float x)
+{
+    const uint32_t hi = mk_pack_bf16(x, 0), lo = mk_pack_bf16(__fadd_rn(x, -mk_bf16_value(hi & 0xffffu)), 0);
+    uint16_t *at = (uint16_t *)mk_att_at(plane, head, c);
+    at[0] = (uint16_t)hi;
+    at[2] = (uint16_t)lo; /* row head + 8 of the operand */
+}
+/* The queries of an item of several rows, by eight, in the staging area. A warp takes heads that lie side by side in the vector at once. */
+template <uint32_t NB> MK_DEV void mk_gqa_stage(const mk_dev *d, const mk_gqa *g, const mk_gqa_heads *y, uint32_t epoch)
+{
     const mk_wait *const wait = &d->in->wait[0];
     const mk_vec *const vec = &d->sh->vec[wait->vec];
-    const uint32_t epoch = ONE ? f->place.epoch[0] : mk_wait_epoch(d, wait), row_packets = vec->nslice * vec->slice_packets, row_floats = MK_MAX_SPLITS * g->heads * floats;
-    bool begun = false;
+    const uint32_t dim = g->dim, blocks = (dim + 31) / 32, half = g->rope / 2;
+    const uint32_t most = min((y->n + MK_WARPS - 1) / MK_WARPS, mk_small_quot(MK_GQA_DIM, dim));
+    const uint32_t side = g->q_stride == dim && mk_small_quot(y->own, most) * most == y->own ? most : 1;
+    const float *param = d->a->param + g->param_off, *frequency = param + (g->norm ? dim : 0);
+    float *const raw = mk_gqa_scratch(d->sh, dim, MK_GQA_EIGHTS) + d->warp * MK_GQA_DIM;
+#pragma unroll 1
+    for (uint32_t h = d->warp * side; h < y->n; h += MK_WARPS * side) {
+        const uint32_t k = mk_small_quot(h, y->own), r = y->row + k, from = g->q_off + (y->first + h - k * y->own) * g->q_stride;
+        const uint4 *const packets = mk_wait_packets(d, wait, vec, r);
+        mk_asked look;
+        mk_asked_for(&look, d, wait, packets, epoch, from, side * dim);
+        mk_asked_take(&look, d, wait, 0, r, packets, epoch, from, side * dim, raw);
+        if (g->norm) {
+#pragma unroll 1
+            for (uint32_t j = 0; j < side; j++) mk_gqa_norm<NB>(param, dim, g->eps, raw + j * dim, d->lane);
+        }
+#pragma unroll 1
+        for (uint32_t c = d->lane; c < 32 * blocks; c += 32) {
+            const bool pair = c < half;
+            float sine = 0, cosine = 1;
+            if (c >= half && c < 2 * half) continue; /* with the first half */
+            if (pair) mk_sincosf(mk_mul((float)d->step->row[r].pos, __ldg(frequency + c)), &sine, &cosine);
+#pragma unroll 1
+            for (uint32_t j = 0; j < side; j++) {
+                uint8_t *plane = d->sh->staging + (h + j) / MK_GQA_HEADS * mk_att_plane_bytes(blocks);
+                const float *x = raw + j * dim + c;
+                float a = c < dim ? x[0] : 0;
+                if (pair) {
+                    const float b = x[half];
+                    mk_gqa_put_value(plane, (h + j) % MK_GQA_HEADS, c + half, mk_add(mk_mul(b, cosine), mk_mul(a, sine)));
+                    a = mk_add(mk_mul(a, cosine), -mk_mul(b, sine));
+                }
+                mk_gqa_put_value(plane, (h + j) % MK_GQA_HEADS, c, a);
+            }
+        }
+        __syncwarp(); /* what they were made of is free */
+    }
+}
+
+/* The items of this worker in a step of several rows: those of rows that share theirs (mk_gqa_together) read keys and values once, and what a later row sees counts nothing for an earlier one.
+ * Only a split with tokens of this step waits for GQA_APPEND before it reads. */
+template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
+{
+    constexpr uint32_t T = NB == 8 ? 1 : 8 / NB; /* pages in registers */
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_gqa *g = &d->in->gqa;
+    const uint32_t dim = g->dim, group = mk_small_quot(g->heads, g->kv_heads), rows = d->step->nrows, plane = mk_att_plane_bytes((dim + 31) / 32), epoch = mk_wait_epoch(d, &d->in->wait[0]);
+    bool begun = false, waited = false;
     uint32_t base = 0; /* items of the rows before, modulo the parts */
 #pragma unroll 1
     for (uint32_t r = 0, together; r < rows; r += together) {
         const mk_row *row = &d->step->row[r];
-        const uint4 *const packets = ONE ? f->place.in[0] : mk_wait_packets(d, wait, vec, r);
-        together = ONE ? 1 : mk_gqa_together(g, row, rows - r);
-        uint32_t pos = row->pos; /* the greatest */
-        for (uint32_t k = 1; k < together; k++) pos = max(pos, row[k].pos);
-        const uint32_t per = ONE ? f->place.per : mk_split_pages(pos, g->grain, g->most);
-        const uint32_t items = ONE ? f->place.items : (mk_small_quot(pos / MK_PAGE, per) + 1) * g->kv_heads;
-        uint32_t i = g->part >= base ? g->part - base : g->part + g->parts - base;
+        together = mk_gqa_together(g, row, rows - r);
+        const uint32_t pos = row[together - 1].pos, per = mk_split_pages(pos, g->grain, g->most), items = (mk_small_quot(pos / MK_PAGE, per) + 1) * g->kv_heads;
 #pragma unroll 1
-        for (; i < items; i += g->parts) {
+        for (uint32_t i = g->part >= base ? g->part - base : g->part + g->parts - base; i < items; i += g->parts) {
             const uint32_t split = mk_small_quot(i, g->kv_heads), kv = i - split * g->kv_heads, first = split * per * MK_PAGE;
             mk_gqa_split x;
             x.pages = d->a->page + (size_t)row->slot * d->a->max_pages + split * per;
@@ -432,89 +660,73 @@ template <uint32_t NB, bool ONE> MK_CALL uint32_t mk_gqa_items(const mk_insn *in
             x.page_bytes = d->a->kv_page_bytes;
             x.n = min(pos + 1 - first, per * MK_PAGE);
             x.dim = dim;
-            const bool last = ONE && first + x.n == pos + 1;
+            uint32_t before = 0; /* rows that end before the split */
+            while (row[before].pos < first) before++;
 #pragma unroll 1
-            for (uint32_t h0 = 0; h0 < group; h0 += MK_GQA_HEADS) {
-                const uint32_t own = min(group - h0, MK_GQA_HEADS), heads = own * together, head0 = kv * group + h0; /* several rows: own is the group */
-                const uint32_t all = heads + (last && !h0 ? 2 : 0); /* the newest key and value follow the queries */
-                mk_gqa_regs<NB> regs;
-                float acc[NB == 8 ? 1 : NB][2][4];
-                uint32_t ids, h = d->warp, k = ONE || h >= heads ? 0 : mk_small_quot(h, own); /* k: the row of the warp's head */
-                uint32_t from = h < heads ? g->q_off + (head0 + h - k * own) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
-                mk_asked look;
-                mk_asked_for(&look, d, wait, packets + k * row_packets, epoch, from, h < all ? dim : 0);
-                if (ONE && !begun && x.n <= MK_AHEAD_PAGES * MK_PAGE)
-                    ids = f->place.page[d->lane % MK_AHEAD_PAGES];
-                else
-                    ids = mk_gqa_ids(&x, 0, d->lane);
-                if (!ONE && !begun) mk_counter_wait(d, 1);
-                mk_gqa_load<NB>(regs.k, &x, ids, 0, 0, d->warp, d->lane);
-                if constexpr (NB == 8)
-                    mk_gqa_load_block(regs.v[0], &x, ids, 0, d->warp, d->lane);
-                else
-                    mk_gqa_load<NB>(regs.v, &x, ids, 0, 1, d->warp, d->lane);
+            for (uint32_t h0 = 0; h0 < group; h0 += MK_GQA_TOGETHER) {
+                mk_gqa_heads y;
+                y.row = r + before;
+                y.own = min(group - h0, MK_GQA_TOGETHER);
+                y.n = y.own * (together - before);
+                y.first = kv * group + h0;
+                y.floats = mk_partial_floats(dim);
+                y.row_floats = MK_MAX_SPLITS * g->heads * y.floats;
+                y.dst = (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)y.row * MK_MAX_SPLITS + split) * g->heads + y.first) * y.floats;
+                const uint32_t ids = mk_gqa_ids(&x, 0, d->lane);
+                mk_gqa_prefetch<T>(&x, ids, 0, d->warp, d->lane);
                 if (begun) mk_sync(); /* the heads before are through with shared memory */
-#pragma unroll 1
-                for (; h < all; h += MK_WARPS) {
-                    const bool query = h < heads;
-                    float *q = raw + h * 32 * blocks;
-                    uint32_t *to = 0;
-                    if (!query) to = (uint32_t *)((uint16_t *)mk_kv_at(d, g->kv_off, row->slot, pos, 0) + mk_gqa_at(dim, kv, h - heads, pos % MK_PAGE));
-                    if (dim + d->lane < 32 * blocks) q[dim + d->lane] = 0;
-                    if (h >= MK_WARPS) {
-                        from = query ? g->q_off + (head0 + h) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
-                        mk_asked_for(&look, d, wait, packets, epoch, from, dim);
-                    }
-                    mk_asked_take(&look, d, wait, 0, r + k, packets + k * row_packets, epoch, from, dim, q);
-                    mk_gqa_head<NB>(d, g, r + k, h > heads ? (const float *)0 : d->a->param + (query ? g->param_off : newest->param_off), query ? g->eps : newest->eps, q,
-                                ONE && (query || f->place.ahead & MK_AHEAD_ALIKE) ? d->sh->angle : (const float2 *)0);
-#pragma unroll 2
-                    for (uint32_t c = 2 * d->lane; c < 32 * blocks; c += 64) {
-                        const float2 y = *(const float2 *)(q + c);
-                        if (query) {
-                            mk_att_put(d->sh->staging, &of, h, c, y.x, y.y);
-                        } else if (c < dim) {
-                            const uint32_t bits = mk_pack_bf16(y.x, y.y);
-                            *(uint32_t *)(mk_gqa_fresh(d->sh) + ((h - heads) * dim + c) * 2) = bits;
-                            to[c / 2] = bits;
-                        }
-                    }
+                mk_gqa_stage<NB>(d, g, &y, epoch);
+                if (!waited && first + x.n + r > row->pos) { /* the stream's rows before are the tokens before */
+                    mk_counter_wait(d, 1);
+                    waited = true;
                 }
+                mk_gqa_regs<NB> regs;
+                const auto load = [&] {
+                    mk_gqa_load<NB>(regs.k, &x, ids, 0, 0, d->warp, d->lane);
+                    if constexpr (NB == 8)
+                        mk_gqa_load_block(regs.v[0], &x, ids, 0, d->warp, d->lane);
+                    else
+                        mk_gqa_load<NB>(regs.v, &x, ids, 0, 1, d->warp, d->lane);
+                };
+                load();
                 mk_sync();
                 if (!begun) mk_trace_input(d);
                 begun = true;
                 mk_trace_bytes(d, x.n * dim * 4);
-                const uint32_t sees = ONE ? 0 : min(row[min(mk_small_quot(d->lane / 4, own), together - 1)].pos + 1 - first, x.n);
-                const uint32_t fresh = last ? x.n - 1 : 0xffffffffu;
-                float most, sum;
-                if constexpr (NB == 8)
-                    mk_gqa_attend_blocks<ONE>(d->sh, &regs, &x, ids, fresh, sees, g->scale, d->warp, d->lane, acc[0], &most, &sum);
-                else
-                    mk_gqa_attend<NB, ONE>(d->sh, &regs, &x, ids, fresh, heads, sees, g->scale, d->warp, d->lane, acc);
-                float *out = ONE && f->place.ahead & MK_AHEAD_WHOLE ? mk_gqa_scratch(d->sh, dim) + (NB == 8 ? 2 * MK_GQA_SCORE_ROW : MK_WARPS * dim) * MK_GQA_HEADS : (float *)0;
-                mk_gqa_out o = {0, 0, 0, 0, 0};
-                if (ONE && out) {
-                    const mk_whole *w = &f->plan.whole;
-                    o.values = w->values;
-                    o.lanes = NB < 8 && (o.values == 16 || o.values == 32) && dim % 32 == 0 ? o.values == 16 ? 4 : 5 : 0;
-                    o.sp = d->sh->vec[w->vec].slice_packets;
-                    o.to = f->place.out + head0 * w->slices * o.sp;
-                    o.epoch = f->place.out_epoch;
-                    mk_trace_publish(d);
-                }
-                float *dst = (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * g->heads + head0) * floats;
-                if constexpr (NB == 8)
-                    mk_gqa_give<ONE>(acc[0], most, sum, dim, heads, dst, own, row_floats, ONE ? out : 0, d->warp, d->lane);
-                else
-                    mk_gqa_merge<NB, ONE>(d->sh, acc, dim, heads, dst, own, row_floats, ONE ? out : 0, &o, d->tid);
-                if (ONE && out && !o.lanes) {
-                    mk_sync();
-                    mk_gqa_publish(d, &o, heads * f->plan.whole.slices, out);
+                const bool stay = x.n <= T * MK_PAGE; /* keys and values of all pages */
+#pragma unroll 1
+                for (uint32_t b = 0; b * MK_GQA_HEADS < y.n; b++) {
+                    const uint32_t h = b * MK_GQA_HEADS, heads = min(y.n - h, MK_GQA_HEADS);
+                    float acc[NB == 8 ? 1 : NB][2][4];
+                    mk_gqa_eight e;
+                    e.at = b * plane;
+                    e.heads = heads;
+                    e.fresh = 0;
+                    e.sees = min(row[before + mk_small_quot(min(h + d->lane / 4, y.n - 1), y.own)].pos + 1 - first, x.n);
+                    e.turned = b && stay;
+                    e.scale = g->scale;
+                    if constexpr (NB == 8) {
+                        float most, sum;
+                        e.turn = b * ((x.n + MK_PAGE - 1) / MK_PAGE);
+                        mk_gqa_attend_blocks<false>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc[0], &most, &sum);
+                        if (!stay && h + MK_GQA_HEADS < y.n) load();
+                        mk_gqa_give(acc[0], most, sum, dim, heads, [&](uint32_t k) { return mk_gqa_partial_at(&y, h + k); }, (float *)0, d->warp, d->lane);
+                    } else {
+                        e.turn = NB == 2 ? b & 1 : 0;
+                        mk_gqa_attend<NB, false>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc);
+                        if (!stay && h + MK_GQA_HEADS < y.n) load();
+                        float *area = mk_gqa_scratch(d->sh, dim, MK_GQA_EIGHTS) + e.turn * MK_WARPS * mk_gqa_sums<NB>::WARP;
+                        if (NB == 4 && b) mk_sync(); /* the sums before are read; smaller ones lie in two places by turns */
+                        mk_gqa_leave<NB>(area, acc, d->warp, d->lane);
+                        mk_sync();
+                        if (d->warp < heads) mk_gqa_merge_head<NB>(mk_gqa_stats_at(d->sh, e.turn), area, dim, d->warp, mk_gqa_partial_at(&y, h + d->warp), d->lane);
+                    }
                 }
             }
         }
-        if (!ONE) base = (base + items) % g->parts;
+        base = (base + items) % g->parts;
     }
+    if (begun && !waited) mk_counter_wait(d, 1); /* as the program says */
     return in->signal_vec;
 }
 
@@ -524,11 +736,11 @@ template <bool ONE> MK_CALL void mk_gqa_run(const mk_insn *in)
     mk_staged_drop(d);
     uint32_t vec;
     if (in->gqa.dim <= 64)
-        vec = mk_gqa_items<2, ONE>(in);
+        vec = ONE ? mk_gqa_one<2>(in) : mk_gqa_rows<2>(in);
     else if (in->gqa.dim <= 128)
-        vec = mk_gqa_items<4, ONE>(in);
+        vec = ONE ? mk_gqa_one<4>(in) : mk_gqa_rows<4>(in);
     else
-        vec = mk_gqa_items<8, ONE>(in);
+        vec = ONE ? mk_gqa_one<8>(in) : mk_gqa_rows<8>(in);
     mk_bulk_signal(d, vec);
 }
 

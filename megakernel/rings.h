@@ -169,15 +169,16 @@ typedef struct mk_step {
     mk_row row[MK_MAX_ROWS];
 } mk_step;
 
-#define MK_GQA_HEADS 8u /* of an item of GQA_PARTIAL at a time */
-/* How many of n rows, from the first on, share their items in GQA_PARTIAL: their heads of a KV head fit one, and they see the same splits of the same cache. */
+#define MK_GQA_HEADS    8u  /* of an item of GQA_PARTIAL at a time */
+#define MK_GQA_TOGETHER 32u /* of an item of several rows */
+/* How many of n rows, from the first on, share their items in GQA_PARTIAL: their heads of a KV head fit one, and they are neighbouring tokens of one stream whose splits begin at the same places.
+ * The items are the last one's: of its last split the first rows may see nothing. */
 MK_BOTH uint32_t mk_gqa_together(const mk_gqa *g, const mk_row *row, uint32_t n)
 {
-    const uint32_t group = mk_page_quot(g->heads, g->kv_heads), per = mk_split_pages(row->pos, g->grain, g->most), splits = mk_splits(row->pos, g->grain, g->most);
+    const uint32_t most = mk_page_quot(MK_GQA_TOGETHER, mk_page_quot(g->heads, g->kv_heads)), per = mk_split_pages(row->pos, g->grain, g->most);
     uint32_t k = 1;
-    while (k < n && (k + 1) * group <= MK_GQA_HEADS && row[k].slot == row->slot && mk_split_pages(row[k].pos, g->grain, g->most) == per &&
-           mk_splits(row[k].pos, g->grain, g->most) == splits)
-        k++;
+    while (k < n && k < most && row[k].slot == row->slot && row[k].pos == row[k - 1].pos + 1) k++;
+    while (k > 1 && mk_split_pages(row[k - 1].pos, g->grain, g->most) != per) k--; /* rows cross one page's edge at most */
     return k;
 }
 

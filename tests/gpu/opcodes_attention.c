@@ -205,6 +205,7 @@ static void combine_feed(mk_case *c, const void *arg)
 
 typedef struct gqa_arg {
     uint32_t heads, kv_heads, dim, rope, norm, far, grain, most;
+    uint32_t gap; /* values between two heads' queries */
     uint32_t run; /* 1: all rows are one stream's, logical row CASE_STREAMS - 1 at `far` */
     uint32_t fresh; /* the program appends the newest keys and values: in a step of one row the partials make them themselves */
 } gqa_arg;
@@ -241,7 +242,7 @@ static void gappend_make(mk_case *c, const void *arg)
 static void gqa_make(mk_case *c, const void *arg)
 {
     const gqa_arg *a = arg;
-    const uint32_t W = c->prog.info.workers, k_off = 5 + a->heads * a->dim;
+    const uint32_t W = c->prog.info.workers, stride = a->dim + a->gap, k_off = 5 + a->heads * stride;
     case_even(c, "q", MK_BF16, 0, k_off + (a->fresh ? 2 * a->kv_heads * a->dim : 0), a->heads);
     case_bulk(c, "kvcache", 0, a->kv_heads);
     case_bulk(c, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * a->heads * mk_partial_floats(a->dim) * 4, W);
@@ -249,7 +250,7 @@ static void gqa_make(mk_case *c, const void *arg)
     if (a->fresh) gqa_appends(c, a, k_off, param);
     for (uint32_t w = 0; w < W; w++) {
         mk_insn *in = case_add(c, w, MK_OP_GQA_PARTIAL);
-        in->gqa = (mk_gqa){.q_off = 5, .q_stride = a->dim, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim,
+        in->gqa = (mk_gqa){.q_off = 5, .q_stride = stride, .heads = (uint16_t)a->heads, .kv_heads = (uint16_t)a->kv_heads, .dim = (uint16_t)a->dim,
                            .rope = (uint16_t)a->rope, .norm = (uint8_t)a->norm, .scale = 1 / sqrtf((float)a->dim), .eps = a->norm ? 1e-6f : 0, .param_off = param,
                            .part = w, .parts = W, .grain = (uint8_t)a->grain, .most = (uint8_t)a->most};
         case_wait(c, in, 0);
@@ -325,5 +326,9 @@ const case_spec attention_cases[] = {
     {"GQA_PARTIAL", "behind its appends, 32 heads, 8 KV heads of 64, few splits, to 2047", Q(.heads = 32, .kv_heads = 8, .dim = 64, .rope = 64, .far = 2047, .grain = 2, .most = 16, .fresh = 1), 132},
     {"GQA_PARTIAL", "behind its appends, 16 heads, 2 KV heads of 256, rope 64, norm, to 9000", Q(.heads = 16, .kv_heads = 2, .dim = 256, .rope = 64, .norm = 1, .far = 9000, .fresh = 1), 132},
     {"GQA_PARTIAL", "behind its appends, 32 heads, 8 KV heads of 128, to 4200", Q(.heads = 32, .kv_heads = 8, .dim = 128, .rope = 128, .far = 4200, .grain = 1, .most = 16, .fresh = 1), 7},
+    {"GQA_PARTIAL", "40 heads, 1 KV head of 64, a run of rows to 700", Q(.heads = 40, .kv_heads = 1, .dim = 64, .rope = 32, .far = 700, .grain = 2, .most = 16, .run = 1), 5},
+    {"GQA_PARTIAL", "36 heads, 3 KV heads of 128, norm, apart, a run of rows to 1100", Q(.heads = 36, .kv_heads = 3, .dim = 128, .rope = 96, .norm = 1, .far = 1100, .gap = 128, .grain = 1, .most = 16, .run = 1), 7},
+    {"GQA_PARTIAL", "16 heads, 2 KV heads of 256, rope 64, norm, apart, three splits, a run of rows to 1100", Q(.heads = 16, .kv_heads = 2, .dim = 256, .rope = 64, .norm = 1, .far = 1100, .gap = 256, .most = 3, .run = 1), 5},
+    {"GQA_PARTIAL", "behind its appends, 6 heads, 3 KV heads of 40, rope 24, to 515", Q(.heads = 6, .kv_heads = 3, .dim = 40, .rope = 24, .far = 515, .grain = 1, .most = 16, .fresh = 1), 7},
     {0},
 };
