@@ -519,8 +519,8 @@ template <bool FP8> MK_DEV void mk_att_ring_rest(uint4 *to, const mk_shared *sh,
     }
 }
 
-/* The item and its queries stand in shared memory, its first page in registers. NH: heads by eight. */
-template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m)
+/* The item and its queries stand in shared memory, its first page in registers, opened: already out of FP8. NH: heads by eight. */
+template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m, bool opened)
 {
     constexpr uint32_t H = 8 * NH, NB = 2; /* blocks of values */
     mk_att_shared *s = mk_att_sh(sh);
@@ -552,7 +552,7 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
                 mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b0, tokens); /* no room in shared memory */
             const mk_att_left u0 = mk_att_query(q, w.block < blocks ? w.block : 0);
             const mk_att_left u1 = mk_att_query(q, w.block + 1 < blocks ? w.block + 1 : 0);
-            if (FP8)
+            if (FP8 && !(opened && !number))
 #pragma unroll
                 for (uint32_t j = 0; j < 8; j++) {
                     const uint32_t by = mk_att_by(m->r[0][j].z);
@@ -761,7 +761,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, c
     mk_trace_bytes(d, x->n * x->bytes);
 }
 
-/* First of this worker's items of a row: it takes those with (i + row) mod parts == part. */
+/* First of this worker's items of a row: it takes those with (i + row) mod parts == part, row being the first of those that share them. */
 MK_DEV uint32_t mk_att_first(uint32_t part, uint32_t parts, uint32_t row)
 {
     const uint32_t skip = row < parts ? row : row % parts;

@@ -236,7 +236,7 @@ typedef struct mk_mla {
     uint8_t gate;       /* COMBINE: 1: values are multiplied by sigmoid of wait[1]'s [in_off + head0 * qk_stride + first, + n) */
     uint8_t grain, most; /* of its splits: mk_split_pages */
     uint32_t part;      /* MLA_PARTIAL: this instruction is part `part` of `parts`: it takes the work items i of a row with */
-    uint32_t parts;     /*              (i + row) mod parts == part; items of a row = splits x head groups */
+    uint32_t parts;     /*              (i + first of the rows that share them) mod parts == part; items of a row = splits x head groups */
     uint32_t first, n;  /* COMBINE: latent values [first, first+n) of head head0 */
     uint32_t cache;     /* enum mk_cache */
 } mk_mla;

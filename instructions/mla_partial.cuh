@@ -112,37 +112,142 @@ MK_DEV void mk_mla_ask(mk_att *x, const mk_mla *m, uint32_t h0, uint32_t heads)
     x->ask_at = 16 * each * h0;
     x->ask = h0 + heads < m->heads ? 16 * each * heads : x->bytes * MK_PAGE - x->ask_at;
 }
-/* The items of rows with NH times eight heads an item: a function each, for the registers are tight. */
+/* Sine and cosine of the pairs of q_pe of every row, rope / 2 a row: of heads without norms, which need the room. */
+MK_DEV float2 *mk_mla_angles(mk_shared *sh)
+{
+    static_assert(sizeof sh->head_rstd >= MK_MAX_ROWS * MK_ATT_RING_ROPE / 2 * sizeof(float2), "of each row");
+    return (float2 *)sh->head_rstd;
+}
+MK_DEV void mk_mla_angles_make(const mk_dev *d, const mk_mla *m)
+{
+    const uint32_t half = m->rope / 2;
+#pragma unroll 1
+    for (uint32_t i = d->tid; i < d->step->nrows * half; i += MK_COMPUTE) {
+        const uint32_t r = mk_small_quot(i, half);
+        float s = 0, c = 1;
+        if (m->rotary) mk_sincosf(mk_mul((float)d->step->row[r].pos, __ldg(d->a->param + m->param_off + m->latent + i - r * half)), &s, &c);
+        mk_mla_angles(d->sh)[i] = make_float2(s, c);
+    }
+}
+/* The queries of heads [h0, h0 + heads) of row r by the host's table (mk_queries_places): a thread a packet of q_pe, then q~. */
+template <uint32_t NH> MK_DEV void mk_mla_queries(const mk_dev *d, const mk_mla *m, uint32_t table, uint32_t r, uint32_t h0, uint32_t heads)
+{
+    constexpr uint32_t NP = 3; /* packets in flight: eight heads of 512 are 683 */
+    static_assert(MK_ATT_HEADS * MK_TURN_SLOTS <= MK_COMPUTE, "a thread a packet");
+    const uint32_t *const map = d->a->map + table;
+    const mk_wait *w = &d->in->wait[0], *v = &d->in->wait[1];
+    const uint32_t h = d->tid / MK_TURN_SLOTS, end = __ldg(map + h0 + heads), keep = NH > 1 ? 0xffffffffu : ~0x00040004u; /* heads above seven: mk_att_byte */
+    const uint32_t turn = m->rope && h < heads ? __ldg(map + m->heads + 1 + h0 * MK_TURN_SLOTS + d->tid) : 0;
+    const uint4 *pe = mk_wait_packets(d, v, &d->sh->vec[v->vec], r), *packets = mk_wait_packets(d, w, &d->sh->vec[w->vec], r);
+    const uint32_t epoch = mk_wait_epoch(d, w), pe_epoch = mk_wait_epoch(d, v), q = mk_smem(d->sh->staging), at[1] = {MK_TURN_PACKET(turn)};
+    const mk_att_queries of = {(uint32_t)m->latent + m->rope, m->latent / 32u, NH > 1};
+    const uint2 *const places = (const uint2 *)(map + mk_queries_places(m->heads));
+    uint4 y[1] = {{0, 0, 0, pe_epoch}};
+    if (turn) y[0] = mk_packet_load(pe + at[0]);
+    bool turned = false;
+#pragma unroll 1
+    for (uint32_t i = __ldg(map + h0) + d->tid; __any_sync(0xffffffffu, i < end); i += NP * MK_COMPUTE) {
+        uint2 to[NP];
+        uint4 x[NP];
+        uint32_t wanted = 0;
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) {
+            to[k] = make_uint2(0xffffffffu, 0xffffffffu);
+            x[k] = make_uint4(0, 0, 0, epoch);
+            if (i + k * MK_COMPUTE >= end) continue;
+            to[k] = __ldg(places + i + k * MK_COMPUTE);
+            x[k] = mk_packet_load(packets + i + k * MK_COMPUTE);
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) wanted |= to[k].x & 0x8000u ? 0 : 1u << k;
+        if (!turned) {
+            turned = true;
+            mk_packets_wait(pe, at, turn != 0, pe_epoch, 1, r, 0, y);
+#pragma unroll 1
+            for (uint32_t j = 0; j < MK_TURN_PAIRS(turn); j++) {
+                const uint32_t p = MK_TURN_PAIR(turn) + j, word = j == 0 ? y[0].x : j == 1 ? y[0].y : y[0].z;
+                if (p >= m->rope / 2u) continue;
+                float a = __uint_as_float(word << 16), b = __uint_as_float(word & 0xffff0000u);
+                if (m->rotary) {
+                    const float z = a, s = mk_mla_angles(d->sh)[r * m->rope / 2 + p].x, c = mk_mla_angles(d->sh)[r * m->rope / 2 + p].y;
+                    a = mk_add(mk_mul(z, c), -mk_mul(b, s));
+                    b = mk_add(mk_mul(z, s), mk_mul(b, c));
+                }
+                mk_att_put(d->sh->staging, &of, h, m->latent + 2 * p, a, b);
+            }
+        }
+        mk_packets_wait_every(packets + i, MK_COMPUTE, wanted, epoch, 0, r, i, x);
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) {
+            const uint32_t lo = to[k].x & keep, hi = to[k].y & keep;
+            if (~lo & 0x8000u) mk_sts32(q + (lo & 0xffffu), x[k].x);
+            if (~lo & 0x80000000u) mk_sts32(q + (lo >> 16), x[k].y);
+            if (~hi & 0x8000u) mk_sts32(q + (hi & 0xffffu), x[k].z);
+        }
+    }
+}
+
+/* The items of rows with NH times eight heads an item: a function each, for the registers are tight. Rows that share theirs (mk_mla_together) follow each other over a page that stays in
+ * registers, if the split has no more; only a split with tokens of this step waits for KV_APPEND. */
 template <uint32_t NH, bool FP8> MK_CALL void mk_mla_items(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
     const mk_mla *m = &d->in->mla;
-    const uint32_t floats = mk_partial_floats(m->latent);
+    const uint32_t floats = mk_partial_floats(m->latent), rows = d->step->nrows, table = m->rope <= MK_ATT_RING_ROPE ? mk_fed_of(in)->plan.queries : 0;
     const mk_att_share w = mk_att_deal(m->latent);
     const mk_wait *cache = &d->in->wait[2];
+    bool begun = false;
+    if (table) mk_mla_angles_make(d, m);
 #pragma unroll 1
-    for (uint32_t r = 0; r < d->step->nrows; r++) {
+    for (uint32_t r = 0, together; r < rows; r += together) {
         const mk_row *row = &d->step->row[r];
+        together = mk_mla_together(m, row, rows - r);
         if (mk_mla_eights(m, row) != NH) continue;
-        const uint32_t per = mk_split_pages(row->pos, m->grain, m->most), splits = mk_page_quot(row->pos / MK_PAGE, per) + 1, group = mk_head_group(row->pos, m->heads);
+        const uint32_t pos = row[together - 1].pos, per = mk_split_pages(pos, m->grain, m->most), splits = mk_page_quot(pos / MK_PAGE, per) + 1, group = mk_head_group(pos, m->heads);
         const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
 #pragma unroll 1
         for (uint32_t i = mk_att_first(m->part, m->parts, r); i < splits * groups.n; i += m->parts) {
             const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
             mk_att_regs regs;
-            mk_att x = mk_mla_item<FP8>(d, m, row, split, per, heads);
+            mk_att x = mk_mla_item<FP8>(d, m, row + together - 1, split, per, heads);
+            const uint32_t n = x.n;
             mk_mla_ask(&x, m, h0, heads);
-            x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + (((size_t)r * MK_MAX_SPLITS + split) * m->all_heads + h0) * floats;
-            mk_att_begin<NH, FP8>(d, &x, &w, cache, &regs);
-            cache = 0;
+            x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + ((size_t)split * m->all_heads + h0) * floats;
+            const bool fresh = cache && x.first + n + r > row->pos; /* the stream's rows before are the tokens before */
+            mk_att_begin<NH, FP8>(d, &x, &w, fresh ? cache : (const mk_wait *)0, &regs);
+            if (fresh) cache = 0;
+            begun = true;
+            bool again = false;
 #pragma unroll 1
-            for (uint32_t h = d->warp; h < heads; h += MK_WARPS) mk_mla_positional(d, m, r, h0, h, NH > 1);
-            mk_mla_latents(d, m, r, h0, heads);
-            mk_sync();
-            mk_trace_input(d);
-            mk_attend<NH, FP8, false>(d->sh, &regs);
+            for (uint32_t k = 0; k < together; k++) {
+                if (row[k].pos < x.first) continue; /* it ends before the split */
+                if (again) mk_sync(); /* the row before is through with shared memory */
+                if (again && n > MK_PAGE) {
+                    const uint8_t *page = mk_att_page(d->a, x.base, mk_att_sh(d->sh)->page[0]);
+                    mk_att_load<FP8>(&regs, page, &x, &w, MK_PAGE, d->lane);
+                    if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, page, &x, &w, MK_PAGE);
+                }
+                if (d->tid == 0) {
+                    mk_att own = x;
+                    own.n = min(row[k].pos + 1 - x.first, n);
+                    own.dst = x.dst + (size_t)(r + k) * MK_MAX_SPLITS * m->all_heads * floats;
+                    mk_att_keep(d->sh, &own);
+                }
+                if (table) {
+                    mk_mla_queries<NH>(d, m, table, r + k, h0, heads);
+                } else {
+#pragma unroll 1
+                    for (uint32_t h = d->warp; h < heads; h += MK_WARPS) mk_mla_positional(d, m, r + k, h0, h, NH > 1);
+                    mk_mla_latents(d, m, r + k, h0, heads);
+                }
+                mk_sync();
+                mk_trace_input(d);
+                mk_attend<NH, FP8, false>(d->sh, &regs, again && n <= MK_PAGE);
+                again = true;
+            }
         }
     }
+    if (begun && cache) mk_counter_wait(d, 2); /* as the program says */
 }
 
 /* q_pe of a head in a step of one row, asked for before, turned by the controller's angles. */
@@ -363,7 +468,7 @@ template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
             mk_mla_queries_one(d, m, f, &asked, item.h0, item.heads, NH > 1);
         mk_sync();
         if (!number) mk_trace_input(d);
-        mk_attend<NH, FP8, true>(d->sh, &regs);
+        mk_attend<NH, FP8, true>(d->sh, &regs, false);
     }
     return in->signal_vec;
 }

@@ -156,7 +156,7 @@ typedef struct mk_plan {
     alignas(16) mk_tile tile; /* GEMV, LM_HEAD, ROUTER; EXPERT_UP: the longest slice; EXPERT_DOWN: an expert's, nst is even */
     union {
         mk_input x;           /* GEMV, LM_HEAD, EXPERT_UP, ROUTE */
-        uint32_t queries;     /* MLA_PARTIAL with MK_END_ASIDE: its table in mk_gpu_args.map: mk_queries_places */
+        uint32_t queries;     /* MLA_PARTIAL: its table in mk_gpu_args.map (mk_queries_places), 0: none */
         struct {
             mk_newest newest; /* GQA_PARTIAL */
             mk_whole whole;
@@ -246,7 +246,7 @@ typedef struct mk_fed {
 #define MK_MAP_SLICE(m)   ((m) >> 22)
 #define MK_MAP_NONE       MK_MAP_WORD(0u, 0u, 3u, 0u)
 
-/* MLA_PARTIAL's queries as the warps aside make them go by a table of words: of each head the first packet of wait 0, and of the end; of each head the packets of wait 1 that have values
+/* MLA_PARTIAL's queries as the warps aside and steps of several rows make them go by a table of words: of each head the first packet of wait 0, and of the end; of each head the packets of wait 1 that have values
  * of its q_pe, by words of zero as many as MK_TURN_SLOTS; of each packet of wait 0 two words, where its pairs of values go (mk_att_byte of heads modulo 16): halves of the first, lower
  * half of the second, 0xffff: nowhere. */
 #define MK_TURN_SLOTS 16u

@@ -212,7 +212,6 @@ static void queries_aside(const mk_gpu *g, const mk_insn *insn, mk_plan *plan, u
     if (k - n == first || !table || !table->at) return;
     for (uint32_t i = 1; i <= n; i++) plan[k - i].beside = place;
     plan[k].beside = n;
-    plan[k].queries = table->at;
     plan[k].end |= MK_END_ASIDE;
 }
 
@@ -237,6 +236,8 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t 
         for (uint32_t k = 0, q = 0; k < n; k++) {
             const mk_insn *in = &insn[k];
             while (queue[q + 1] <= k) q++;
+            const mk_queries *table = in->opcode == MK_OP_MLA_PARTIAL ? queries_of(g, in) : NULL;
+            if (table) plan[k].queries = table->at;
             if (in->opcode == MK_OP_MLA_PARTIAL && ring_takes(g, in) && spaced(insn, plan, queue[q], k)) {
                 plan[k].one = MK_ONE_MLA;
                 plan[k].whole.vec = MK_NONE;

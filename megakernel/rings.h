@@ -169,16 +169,27 @@ typedef struct mk_step {
     mk_row row[MK_MAX_ROWS];
 } mk_step;
 
-#define MK_GQA_HEADS    8u  /* of an item of GQA_PARTIAL at a time */
-#define MK_GQA_TOGETHER 32u /* of an item of several rows */
-/* How many of n rows, from the first on, share their items in GQA_PARTIAL: their heads of a KV head fit one, and they are neighbouring tokens of one stream whose splits begin at the same places.
- * The items are the last one's: of its last split the first rows may see nothing. */
-MK_BOTH uint32_t mk_gqa_together(const mk_gqa *g, const mk_row *row, uint32_t n)
+/* How many of n rows, from the first on, at most `most`, are neighbouring tokens of one stream whose splits begin at the same places. */
+MK_BOTH uint32_t mk_rows_together(const mk_row *row, uint32_t n, uint32_t most, uint32_t grain, uint32_t splits)
 {
-    const uint32_t most = mk_page_quot(MK_GQA_TOGETHER, mk_page_quot(g->heads, g->kv_heads)), per = mk_split_pages(row->pos, g->grain, g->most);
+    const uint32_t per = mk_split_pages(row->pos, grain, splits);
     uint32_t k = 1;
     while (k < n && k < most && row[k].slot == row->slot && row[k].pos == row[k - 1].pos + 1) k++;
-    while (k > 1 && mk_split_pages(row[k - 1].pos, g->grain, g->most) != per) k--; /* rows cross one page's edge at most */
+    while (k > 1 && mk_split_pages(row[k - 1].pos, grain, splits) != per) k--; /* rows cross one page's edge at most */
+    return k;
+}
+#define MK_GQA_HEADS    8u  /* of an item of GQA_PARTIAL at a time */
+#define MK_GQA_TOGETHER 32u /* of an item of several rows */
+/* Such rows share their items in GQA_PARTIAL, if their heads of a KV head fit one, and in MLA_PARTIAL, if their items have as many heads. The items are the last one's: of its last split the
+ * first rows may see nothing. */
+MK_BOTH uint32_t mk_gqa_together(const mk_gqa *g, const mk_row *row, uint32_t n)
+{
+    return mk_rows_together(row, n, mk_page_quot(MK_GQA_TOGETHER, mk_page_quot(g->heads, g->kv_heads)), g->grain, g->most);
+}
+MK_BOTH uint32_t mk_mla_together(const mk_mla *m, const mk_row *row, uint32_t n)
+{
+    uint32_t k = mk_rows_together(row, n, n, m->grain, m->most);
+    while (k > 1 && mk_head_group(row[k - 1].pos, m->heads) != mk_head_group(row->pos, m->heads)) k--;
     return k;
 }
 
