@@ -67,12 +67,10 @@ static void partials(const mk_program *p, const mk_step *step, const mk_insn *in
     uint32_t heads = mla ? m->heads : g->heads, head0 = mla ? m->head0 : 0, groups = (heads + per - 1) / per;
     uint32_t part = mla ? m->part : g->part, parts = mla ? m->parts : g->parts, base = 0;
     uint32_t grain = mla ? m->grain : g->grain, most = mla ? m->most : g->most, splits = mk_splits(step->row[row].pos, grain, most);
-    for (uint32_t r = 0, k; r <= row; r += k) { /* MLA: the first of the rows that share theirs; GQA: items before those */
-        k = mla ? mk_mla_together(m, step->row + r, step->nrows - r) : mk_gqa_together(g, step->row + r, step->nrows - r);
-        if (mla)
-            base = r;
-        else if (r + k <= row)
-            base += mk_splits(step->row[r + k - 1].pos, grain, most) * groups;
+    for (uint32_t r = 0, k; r < row; r += k) { /* items before those of the row's own set */
+        k = mla ? mk_mla_together(m, step, r) : mk_gqa_together(g, step->row + r, step->nrows - r);
+        const uint32_t pos = step->row[r + k - 1].pos, of = mla ? mk_head_group(pos, heads) : per;
+        if (r + k <= row) base += mk_splits(pos, grain, most) * ((heads + of - 1) / of);
     }
     for (uint32_t s = 0; s < splits; s++)
         for (uint32_t h = 0; h < heads; h++) {

@@ -761,11 +761,4 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, c
     mk_trace_bytes(d, x->n * x->bytes);
 }
 
-/* First of this worker's items of a row: it takes those with (i + row) mod parts == part, row being the first of those that share them. */
-MK_DEV uint32_t mk_att_first(uint32_t part, uint32_t parts, uint32_t row)
-{
-    const uint32_t skip = row < parts ? row : row % parts;
-    return part >= skip ? part - skip : part + parts - skip;
-}
-
 #endif

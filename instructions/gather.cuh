@@ -101,7 +101,8 @@ MK_DEV void mk_f16_eight(uint32_t at, uint32_t less)
  * longer vector are stored as they come, and the warp goes over its own once more. Several rows are gathered likewise, some rows at a time (mk_gather_some), or a part of all rows where they
  * do not fit whole (mk_gather_part). Where slices are not alike (and of an RMS norm that does not fit whole, and of three planes) a thread takes the same packet of every row, whose
  * values' places it looks up once in the host's map, and stages them as bf16; where the form is f16 a second pass multiplies them by the powers of two, after a barrier.
- * A packet has the same thread and turn however many rows there are and whatever the chunks: so squares are added in one order, and a value meets one power of two.
+ * A packet has the same warp, and where squares are added the same thread and turn, however many rows there are and whatever the chunks: so they are added in one order, and a value meets one
+ * power of two.
  * Words of a packet behind its last value are 0 (mk_publish_unit): they are squared and looked at as well. */
 
 /* A lane's packet of a group. */
@@ -253,8 +254,8 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
     const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<F32>(g);
     const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
-    const uint4 *const from = f->place.in[0] + packet0;
-    const float4 *const gamma = (const float4 *)(sh->args.map + p->gain) + (F32 ? 1 : 2) * packet0;
+    const uint4 *const from = mk_keep_at(f->place.in[0] + packet0);
+    const float4 *const gamma = RMS ? mk_keep_at((const float4 *)(sh->args.map + p->gain) + (F32 ? 1 : 2) * packet0) : 0;
     uint4 q[LOADS];
     float4 gain[RMS ? LOADS : 1][F32 ? 1 : 2]; /* of a packet's values; what is no value's is 0 */
     uint32_t at[LOADS], value[LOADS], mine[WORDS]; /* mine: which of a packet's values are the lane's */
@@ -349,24 +350,20 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
     if (RMS) mk_row_squares(d, parity, 0, sum);
 }
 
-/* The same of a longer vector, with an RMS norm if it is f32 and without a prologue if not, in loops, because what a layer runs of code is what it waits for: turn by turn what a lane
- * asked for moves up in its registers, and values are staged as bf16; where the form is f16 the warp multiplies its own by the power of two in a second pass. (A function for both is
- * slower: profiles/NOTES.md, twenty-fourth session.) */
-template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(const mk_dev *d, const mk_insn *in, uint32_t parity)
+/* A warp's packets of a longer vector, with an RMS norm if it is f32 and without a prologue if not, turn by turn: what a lane asked for moves up in its registers, and values are staged as bf16.
+ * Returns their largest magnitudes, pairwise; adds the lane's squares to *sum. */
+template <bool F32, uint32_t LOADS> MK_DEV uint32_t mk_take_turns(const mk_dev *d, const mk_plan *p, const mk_places *place_of, uint32_t staged, float *sum)
 {
     constexpr uint32_t PART = F32 ? 2 : 4; /* of a lane's packets at a time */
-    static_assert(LOADS % PART == 0 && PART % 2 == 0 && FORM != MK_X_F32, "parts are whole, and whole pairs of turns");
-    mk_shared *sh = d->sh;
-    const mk_fed *f = mk_fed_of(in);
-    const mk_plan *p = &f->plan;
+    static_assert(LOADS % PART == 0 && PART % 2 == 0, "parts are whole, and whole pairs of turns");
     const mk_hands g = p->hands;
-    const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + p->beside, epoch = f->place.epoch[0];
+    const uint32_t k = p->x.k, epoch = place_of->epoch[0];
     const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<F32>(g);
     const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane;
     const uint32_t packets = PART / 2 * turns.packets[1], values = PART / 2 * turns.values[1]; /* from part to part */
-    const float4 *const gamma = (const float4 *)(sh->args.map + p->gain) + packet0;
-    const uint4 *from = f->place.in[0] + packet0;
+    const float4 *const gamma = F32 ? mk_keep_at((const float4 *)(d->sh->args.map + p->gain) + packet0) : 0;
+    const uint4 *from = mk_keep_at(place_of->in[0] + packet0);
     uint4 q[LOADS];
     float4 gain[F32 ? LOADS : 1];
     uint32_t at[LOADS], value[LOADS], wanted = mk_ask(q, at, value, from, turns, h.any, value0, k);
@@ -375,7 +372,6 @@ template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(cons
         for (uint32_t j = 0; j < LOADS; j++)
             gain[j] = wanted & 1u << j ? __ldg(gamma + at[j]) : make_float4(0, 0, 0, 0);
     uint32_t left = k - value0, to = staged + 2 * value0, first = packet0, top = 0;
-    float sum = 0;
 #pragma unroll 1
     for (uint32_t turn = 0, v = group0; turn < LOADS && v < k; turn += PART, v += values) {
         uint32_t here[PART];
@@ -388,7 +384,7 @@ template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(cons
             if (F32) {
                 const float y[3] = {__uint_as_float(q[j].x), __uint_as_float(q[j].y), __uint_as_float(q[j].z)};
 #pragma unroll
-                for (uint32_t i = 0; i < 3; i++) sum = __fmaf_rn(y[i], y[i], sum);
+                for (uint32_t i = 0; i < 3; i++) *sum = __fmaf_rn(y[i], y[i], *sum);
                 const uint32_t a = mk_bf16_pair(__fmul_rn(y[0], gain[j].x), __fmul_rn(y[1], gain[j].y)), b = mk_bf16_pair(__fmul_rn(y[2], gain[j].z), 0);
                 top = __vmaxu2(__vmaxu2(top, mk_magnitudes(a)), mk_magnitudes(b));
                 if (count > 0) mk_sts16(place, a);
@@ -412,6 +408,91 @@ template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(cons
         }
         wanted >>= PART, from += packets, first += packets, to += 2 * values, left -= values;
     }
+    return top;
+}
+
+/* A warp's packets of a vector of bf16 without a prologue whose groups are a slice each, of more than 16 packets: one after the other, lanes go on in the next slice where one ends. Staged as
+ * bf16, parts of PART turns moving up in registers as in mk_take_turns; returns their largest magnitudes, pairwise. */
+typedef struct mk_along {
+    uint32_t packet, slice; /* of its slice; of the warp's */
+} mk_along;
+MK_DEV void mk_along_on(mk_along *a, uint32_t packets, uint32_t by)
+{
+    a->packet += by;
+    if (a->packet >= packets) a->packet -= packets, a->slice++;
+}
+MK_DEV bool mk_takes_along(mk_hands g, uint32_t k, uint32_t loads)
+{
+    const uint32_t slices = mk_small_quot(k, g.values);
+    return g.per == g.packets && g.packets > 16 && slices * g.values == k && (slices + MK_WARPS - 1) / MK_WARPS * g.packets <= 32 * loads;
+}
+template <uint32_t LOADS> MK_DEV uint32_t mk_take_along(const mk_dev *d, const mk_plan *p, const mk_places *place_of, uint32_t staged)
+{
+    constexpr uint32_t PART = 4;
+    static_assert(LOADS % PART == 0, "parts are whole");
+    const mk_hands g = p->hands;
+    const uint32_t packets = g.packets, further = MK_WARPS * packets, slices = mk_small_quot(p->x.k, g.values) + MK_WARPS - 1 - d->warp;
+    const uint32_t packet0 = p->skip + d->warp * packets, epoch = place_of->epoch[0], to = staged + 2 * d->warp * g.values;
+    const uint4 *const from = mk_keep_at(place_of->in[0] + packet0);
+    uint32_t left = slices / MK_WARPS * packets, top = 0; /* from the turn on */
+    uint4 q[LOADS];
+    mk_along first = {0, 0}, a;
+    mk_along_on(&first, packets, d->lane);
+    a = first;
+#pragma unroll
+    for (uint32_t j = 0; j < LOADS; j++) {
+        q[j] = make_uint4(0, 0, 0, epoch);
+        if (d->lane + 32 * j < left) q[j] = mk_packet_load(from + a.slice * further + a.packet);
+        a.slice++;
+        mk_along_on(&a, packets, 32 - packets);
+    }
+    a = first;
+#pragma unroll 1
+    for (uint32_t turn = 0; turn < LOADS && left; turn += PART) {
+        uint32_t here[PART], wanted = 0;
+        mk_along b = a;
+#pragma unroll
+        for (uint32_t j = 0; j < PART; j++) {
+            here[j] = b.slice * further + b.packet;
+            wanted |= d->lane + 32 * j < left ? 1u << j : 0;
+            b.slice++;
+            mk_along_on(&b, packets, 32 - packets);
+        }
+        mk_packets_wait<PART, true>(from, here, wanted, epoch, 0, 0, packet0, *(uint4(*)[PART])q);
+#pragma unroll
+        for (uint32_t j = 0; j < PART; j++) {
+            const uint32_t at = 6 * a.packet, place = to + 2 * (a.slice * MK_WARPS * g.values + at), count = wanted & 1u << j ? g.values - at : 0;
+            top = __vmaxu2(__vmaxu2(__vmaxu2(top, mk_magnitudes(q[j].x)), mk_magnitudes(q[j].y)), mk_magnitudes(q[j].z));
+            if (count > 0) mk_sts32(place, q[j].x);
+            if (count > 2) mk_sts32(place + 4, q[j].y);
+            if (count > 4) mk_sts32(place + 8, q[j].z);
+            a.slice++;
+            mk_along_on(&a, packets, 32 - packets);
+        }
+#pragma unroll
+        for (uint32_t j = 0; j + PART < LOADS; j++) q[j] = q[j + PART];
+        left -= min(left, 32 * PART);
+    }
+    return top;
+}
+
+/* A longer vector, in loops, because what a layer runs of code is what it waits for; where the form is f16 the warp multiplies its own values by the power of two in a second pass. (A function
+ * for both passes is slower: profiles/NOTES.md, twenty-fourth session.) */
+template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(const mk_dev *d, const mk_insn *in, uint32_t parity)
+{
+    constexpr uint32_t ALONG = !F32 && LOADS > 8 ? LOADS / 4 * 3 : 0; /* turns, where slices leave lanes free in every one of LOADS */
+    static_assert(FORM != MK_X_F32, "values are staged as bf16");
+    mk_shared *sh = d->sh;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_plan *p = &f->plan;
+    const mk_hands g = p->hands;
+    const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + p->beside, group0 = d->warp * g.values;
+    uint32_t top;
+    float sum = 0;
+    if constexpr (ALONG != 0)
+        top = mk_takes_along(g, k, ALONG) ? mk_take_along<ALONG>(d, p, &f->place, staged) : mk_take_turns<F32, LOADS>(d, p, &f->place, staged, &sum);
+    else
+        top = mk_take_turns<F32, LOADS>(d, p, &f->place, staged, &sum);
     __syncwarp();
     if (FORM == MK_X_F16) {
         const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
@@ -705,7 +786,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
     const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<F32>(g);
     const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
-    const float4 *const gamma = (const float4 *)(sh->args.map + p->gain) + (F32 ? 1 : 2) * packet0;
+    const float4 *const gamma = RMS ? mk_keep_at((const float4 *)(sh->args.map + p->gain) + (F32 ? 1 : 2) * packet0) : 0;
     const uint4 *from = f->place.in[0] + packet0;
     uint4 q[N];
     float4 gain[RMS ? T : 1][F32 ? 1 : 2]; /* of a packet's values; what is no value's is 0 */
@@ -845,24 +926,26 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
         };
         uint4 q[N];
         uint32_t wanted = wanted_of(at);
+        const uint4 *from = mk_keep_at(f->place.in[0] + packet);
 #pragma unroll
         for (uint32_t r = 0; r < N; r++) {
             q[r] = make_uint4(0, 0, 0, 0);
-            mk_packet_again(&q[r], f->place.in[0] + packet + r * row_packets, wanted & 1u << r);
+            mk_packet_again(&q[r], from + r * row_packets, wanted & 1u << r);
         }
         if (HEADS && look) mk_sync(); /* nobody reads the reduction area any more */
 #pragma unroll 1
         while (at < end) {
             const uint32_t here_p = packet, x = at + h.value, to = staged + 2 * (x - c0); /* wraps */
             const bool has = wanted;
-            mk_some_wait<1>(f->place.in[0] + here_p, row_packets, turns, wanted, epoch, 0, here_p, q);
+            mk_some_wait<1>(from, row_packets, turns, wanted, epoch, 0, here_p, q);
             at += turns.values[0], packet += turns.packets[0];
             wanted = wanted_of(at);
+            from = mk_keep_at(f->place.in[0] + packet);
             uint4 next[N];
 #pragma unroll
             for (uint32_t r = 0; r < N; r++) {
                 next[r] = make_uint4(0, 0, 0, 0);
-                mk_packet_again(&next[r], f->place.in[0] + packet + r * row_packets, wanted & 1u << r);
+                mk_packet_again(&next[r], from + r * row_packets, wanted & 1u << r);
             }
             bool mine[3];
 #pragma unroll

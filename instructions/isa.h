@@ -235,8 +235,8 @@ typedef struct mk_mla {
     uint8_t rotary;     /* 0 none, 1 interleaved pairs */
     uint8_t gate;       /* COMBINE: 1: values are multiplied by sigmoid of wait[1]'s [in_off + head0 * qk_stride + first, + n) */
     uint8_t grain, most; /* of its splits: mk_split_pages */
-    uint32_t part;      /* MLA_PARTIAL: this instruction is part `part` of `parts`: it takes the work items i of a row with */
-    uint32_t parts;     /*              (i + first of the rows that share them) mod parts == part; items of a row = splits x head groups */
+    uint32_t part;      /* MLA_PARTIAL: this instruction is part `part` of `parts`, to which the work items of all rows, splits x head groups of each, go in turn; */
+    uint32_t parts;     /*              rows that share theirs (mk_mla_together, megakernel/rings.h) have them once */
     uint32_t first, n;  /* COMBINE: latent values [first, first+n) of head head0 */
     uint32_t cache;     /* enum mk_cache */
 } mk_mla;

@@ -1,7 +1,7 @@
 /* MLA_PARTIAL: absorbed latent attention of a group of heads over one split of a row's cache.
  *   s_t = scale * (q~ . c_t + q_pe . k_pe_t);  max = max s_t;  p_t = exp(s_t - max);  partial = sum p_t c_t | max | sum p_t
  * Splits lie at absolute page positions that the row's own position chooses (mk_split_pages). Work items of row r: i = split * groups +
- * group, groups = ceil(heads / mk_head_group(pos, heads)); this instruction takes those with (i + f) mod parts == part, f being the first of the rows that share theirs (mk_mla_together).
+ * group, groups = ceil(heads / mk_head_group(pos, heads)); the items of all rows, one row after the other, go to the parts in turn; rows that share theirs (mk_mla_together) have them once.
  *   wait[0]  "qt": q~ of head h at h * latent
  *   wait[1]  "q": q_pe of head h at in_off + h * qk_stride; rotated here when rotary = 1 (instructions/rotary.h)
  *   wait[2]  KV_APPEND's counter: the rows of this step are in the cache
@@ -125,16 +125,16 @@ void mk_mla_partial_twin(mk_ctx *c)
     float *bulk = mk_bulk(c, c->in->signal_vec);
     float *q = c->scratch, *tile = q + (size_t)MK_HEAD_GROUP * n, *acc = tile + (size_t)TILE * n, *p = acc + (size_t)MK_HEAD_GROUP * latent;
 
-    for (uint32_t r = 0, from = 0, together = 0; r < c->step->nrows; r++, together--) {
+    for (uint32_t r = 0, base = 0, together = 0; r < c->step->nrows; r++) {
         const mk_row *row = &c->step->row[r];
-        if (!together) from = r, together = mk_mla_together(m, row, c->step->nrows - r);
+        if (!together) together = mk_mla_together(m, c->step, r);
         uint32_t splits = mk_splits(row->pos, m->grain, m->most), per = mk_split_pages(row->pos, m->grain, m->most) * MK_PAGE, group = mk_head_group(row->pos, m->heads);
         uint32_t groups = (m->heads + group - 1) / group;
         for (uint32_t g = 0; g < groups; g++) {
             uint32_t h0 = m->head0 + g * group, heads = m->heads - g * group, have_q = 0;
             if (heads > group) heads = group;
             for (uint32_t s = 0; s < splits; s++) {
-                if ((s * groups + g + from) % m->parts != m->part) continue;
+                if ((base + s * groups + g) % m->parts != m->part) continue;
                 if (!have_q) {
                     for (uint32_t h = 0; h < heads; h++) {
                         float *qh = q + (size_t)h * n;
@@ -166,6 +166,7 @@ void mk_mla_partial_twin(mk_ctx *c)
                 }
             }
         }
+        if (--together == 0) base += splits * groups;
     }
     mk_signal_bulk(c, c->in->signal_vec);
 }

@@ -197,16 +197,20 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_items(const mk_insn *in)
     const mk_att_share w = mk_att_deal(m->latent);
     const mk_wait *cache = &d->in->wait[2];
     bool begun = false;
+    uint32_t base = 0; /* items of the rows before, modulo the parts */
     if (table) mk_mla_angles_make(d, m);
 #pragma unroll 1
     for (uint32_t r = 0, together; r < rows; r += together) {
         const mk_row *row = &d->step->row[r];
-        together = mk_mla_together(m, row, rows - r);
-        if (mk_mla_eights(m, row) != NH) continue;
-        const uint32_t pos = row[together - 1].pos, per = mk_split_pages(pos, m->grain, m->most), splits = mk_page_quot(pos / MK_PAGE, per) + 1, group = mk_head_group(pos, m->heads);
+        together = mk_mla_together(m, d->step, r);
+        const uint32_t pos = row[together - 1].pos, per = mk_split_pages(pos, m->grain, m->most), group = mk_head_group(pos, m->heads);
         const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
+        const uint32_t items = (mk_page_quot(pos / MK_PAGE, per) + 1) * groups.n;
+        uint32_t i = m->part >= base ? m->part - base : m->part + m->parts - base;
+        base = (base + items) % m->parts;
+        if (mk_mla_eights(m, row) != NH) continue;
 #pragma unroll 1
-        for (uint32_t i = mk_att_first(m->part, m->parts, r); i < splits * groups.n; i += m->parts) {
+        for (; i < items; i += m->parts) {
             const uint32_t split = mk_quot(i, groups), h0 = (i - split * groups.n) * group, left = m->heads - h0, heads = left < group ? left : group;
             mk_att_regs regs;
             mk_att x = mk_mla_item<FP8>(d, m, row + together - 1, split, per, heads);

@@ -186,10 +186,14 @@ MK_BOTH uint32_t mk_gqa_together(const mk_gqa *g, const mk_row *row, uint32_t n)
 {
     return mk_rows_together(row, n, mk_page_quot(MK_GQA_TOGETHER, mk_page_quot(g->heads, g->kv_heads)), g->grain, g->most);
 }
-MK_BOTH uint32_t mk_mla_together(const mk_mla *m, const mk_row *row, uint32_t n)
+/* Of the rows from number r on. If there are parts for several times an item, they are shared by fewer. */
+MK_BOTH uint32_t mk_mla_together(const mk_mla *m, const mk_step *step, uint32_t r)
 {
-    uint32_t k = mk_rows_together(row, n, n, m->grain, m->most);
-    while (k > 1 && mk_head_group(row[k - 1].pos, m->heads) != mk_head_group(row->pos, m->heads)) k--;
+    const mk_row *row = step->row + r;
+    const uint32_t group = mk_head_group(row->pos, m->heads), items = mk_splits(row->pos, m->grain, m->most) * ((m->heads + group - 1) / group);
+    const uint32_t times = items < m->parts ? mk_page_quot(m->parts, items) : 1, most = mk_page_quot(step->nrows + times - 1, times);
+    uint32_t k = mk_rows_together(row, step->nrows - r, most, m->grain, m->most);
+    while (k > 1 && mk_head_group(row[k - 1].pos, m->heads) != group) k--;
     return k;
 }
 

@@ -177,7 +177,7 @@ static uint32_t wrong(const shape *s, const result *x, uint32_t first)
     return bad;
 }
 
-/* Rows of the shape: all parts of it, or all of it and each row alone. */
+/* Rows of the shape: all of it or all parts of it, and each row alone. */
 static uint32_t whole, in_parts;
 static void check(const shape *s, uint32_t nrows, const char *what)
 {
@@ -200,6 +200,8 @@ static void check(const shape *s, uint32_t nrows, const char *what)
     publish(s);
 
     result *several = (result *)malloc(sizeof *several), *one = (result *)malloc(sizeof *one);
+    uint8_t *staged = (uint8_t *)calloc(nrows, 2 * s->k);                /* of all parts: [row][value] */
+    float *factor = (float *)calloc(nrows, s->k / 64 * sizeof *factor); /* [row][K block] */
     uint8_t stored[MK_STAGING];
     const uint32_t fit = MK_STAGING / nrows / 2 / 64 * 64 - 64, most = mk_staged_bytes(s->k, plan.x.form) * nrows <= MK_STAGING ? s->k : fit - lanes_random(fit / 128) * 64;
     if (most < s->k && s->pro == MK_PRO_RMS) goto done; /* not dealt in parts */
@@ -212,6 +214,10 @@ static void check(const shape *s, uint32_t nrows, const char *what)
         lanes_stored = NULL;
         keep(several);
         if (wrong(s, several, 0)) fail_msg("%s, %u rows, values %u to %u: %u are wrong", what, nrows, part0, part0 + part, wrong(s, several, 0));
+        for (uint32_t r = 0, stride = mk_row_stride(part); r < nrows; r++) {
+            memcpy(staged + 2 * (r * s->k + part0), several->staging + r * stride, 2 * part);
+            memcpy(factor + (r * s->k + part0) / 64, several->factor + r * (stride >> 7), part / 64 * sizeof *factor);
+        }
         for (uint32_t r = 0; r < nrows; r++)
             for (uint32_t i = 0; i < 2 * part; i++)
                 if (stored[r * mk_row_stride(part) + i] != 1) fail_msg("%s, %u rows: byte %u of row %u is stored %u times", what, nrows, i, r, stored[r * mk_row_stride(part) + i]);
@@ -219,22 +225,20 @@ static void check(const shape *s, uint32_t nrows, const char *what)
     for (uint32_t i = 0; i < lanes_packets; i++)
         if (lanes_asked[i] && lanes_late[i] == 0xffffffffu) fail_msg("%s, %u rows: packet %u is asked for, which nobody publishes", what, nrows, i);
     ++*(most < s->k ? &in_parts : &whole);
-    if (most < s->k) goto done;
     part0 = 0, part = s->k;
     for (uint32_t r = 0; r < nrows; r++) {
-        const uint32_t stride = mk_row_stride(s->k);
         rows = 1;
         fill(r);
         if (!lanes_run(gather_one)) fail_msg("%s, row %u alone: %s", what, r, lanes.error);
         keep(one);
         if (wrong(s, one, r)) fail_msg("%s, row %u alone: %u values are wrong", what, r, wrong(s, one, r));
-        assert_memory_equal(one->staging, several->staging + r * stride, 2 * s->k);
-        if (s->fp8) assert_memory_equal(one->factor, several->factor + r * (stride >> 7), s->k / 64 * 4);
+        assert_memory_equal(one->staging, staged + 2 * r * s->k, 2 * s->k);
+        if (s->fp8) assert_memory_equal(one->factor, factor + r * s->k / 64, s->k / 64 * sizeof *factor);
         if (s->pro == MK_PRO_RMS) assert_memory_equal(one->sumsq[0], several->sumsq[r], sizeof one->sumsq[0]);
-        if (s->head && !s->fp8) assert_memory_equal(one->head_rstd[0], several->head_rstd[r], s->k / s->head * 4);
+        if (s->head && !s->fp8 && most == s->k) assert_memory_equal(one->head_rstd[0], several->head_rstd[r], s->k / s->head * 4);
     }
 done:
-    free(several), free(one), free(value), free(gamma_of);
+    free(several), free(one), free(staged), free(factor), free(value), free(gamma_of);
     unpublish();
 }
 
@@ -244,6 +248,7 @@ static const shape shapes[] = {
     {false, false, MK_PRO_RMS, 64, 0, 512, 0},   {false, true, MK_PRO_NONE, 16, 0, 1024, 0},   {false, true, MK_PRO_NONE, 32, 64, 512, 0}, {false, false, MK_PRO_NONE, 16, 0, 2048, 0},
     {false, true, MK_PRO_NONE, 30, 0, 4096, 0},  {false, false, MK_PRO_NONE, 64, 0, 8192, 0},  {false, true, MK_PRO_NONE, 36, 0, 9216, 0}, {false, true, MK_PRO_HEADNORM, 128, 0, 4096, 128},
     {false, true, MK_PRO_HEADNORM, 32, 128, 2048, 128}, {false, false, MK_PRO_HEADNORM, 64, 0, 1024, 64},
+    {false, true, MK_PRO_NONE, 128, 0, 16384, 0}, {false, true, MK_PRO_NONE, 128, 0, 14976, 0}, {false, false, MK_PRO_NONE, 128, 256, 8704, 0}, /* slice after slice */
 };
 static void test_presets(void **)
 {
