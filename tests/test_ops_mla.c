@@ -489,17 +489,16 @@ static void test_attention_extreme(void **state)
     rig_free(g);
 }
 
-/* A part writes its own work items and nothing else. */
-static void test_parts(void **state)
+/* Who has which partials: the items of all rows go to the parts in turn, those that rows share once, and to more parts if there are enough. */
+static void parts_case(shape s, const uint32_t at[][2], uint32_t rows, const uint32_t *base)
 {
-    (void)state;
-    shape s = {.heads = 19, .latent = 32, .rope = 16, .nope = 16, .parts = 4, .context = 320, .rotary = 0, .act_f32 = 1};
     rig *g = rig_new(s);
-    const uint32_t at[3][2] = {{0, 300}, {1, 10}, {2, 130}}, groups = 3, floats = mk_partial_floats(s.latent);
-    for (uint32_t r = 0; r < 3; r++) prefill(g, at[r][0], at[r][1]);
+    const uint32_t groups = 3, floats = mk_partial_floats(s.latent);
+    for (uint32_t r = 0; r < rows; r++)
+        if (!r || at[r][0] != at[r - 1][0]) prefill(g, at[r][0], at[r][1]);
     for (uint32_t part = 0; part < s.parts; part++) {
         one_begin(g->o);
-        for (uint32_t r = 0; r < 3; r++) one_row(g->o, at[r][0], at[r][1]);
+        for (uint32_t r = 0; r < rows; r++) one_row(g->o, at[r][0], at[r][1]);
         append(g);
         publish_q(g);
         run_part(g, part);
@@ -507,12 +506,23 @@ static void test_parts(void **state)
         for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
             for (uint32_t split = 0; split < MK_MAX_SPLITS; split++)
                 for (uint32_t h = 0; h < s.heads; h++, p += floats) {
-                    uint32_t item = split * groups + h / mk_head_group(at[r % 3][1], s.heads);
-                    int ours = r < 3 && split <= at[r][1] / MK_PAGE && (item + r) % s.parts == part;
+                    const uint32_t pos = at[r % rows][1], item = split * groups + h / mk_head_group(pos, s.heads);
+                    const int ours = r < rows && split <= pos / MK_PAGE && (item + base[r]) % s.parts == part;
                     for (uint32_t i = 0; i < s.latent + 2; i++) assert_int_equal(!isnan(p[i]), ours);
                 }
     }
     rig_free(g);
+}
+static void test_parts(void **state)
+{
+    (void)state;
+    const shape s = {.heads = 19, .latent = 32, .rope = 16, .nope = 16, .parts = 4, .context = 320, .rotary = 0, .act_f32 = 1};
+    shape many = s;
+    many.parts = 13;
+    const uint32_t streams[][2] = {{0, 300}, {1, 10}, {2, 130}}, one[][2] = {{0, 62}, {0, 63}, {0, 64}, {1, 5}};
+    parts_case(s, streams, 3, (const uint32_t[]){0, 5 * 3, 5 * 3 + 3});
+    parts_case(s, one, 4, (const uint32_t[]){0, 0, 0, 2 * 3});         /* three have the items of the last one */
+    parts_case(many, one, 4, (const uint32_t[]){0, 3, 3 + 3, 3 + 3 + 2 * 3}); /* four rows, and parts for four times 3 items */
 }
 
 int main(void)
