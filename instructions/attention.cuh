@@ -735,7 +735,7 @@ MK_DEV void mk_counter_wait(const mk_dev *d, uint32_t k)
     __syncwarp();
 }
 
-/* Before an item's queries: the cache is waited for, the scratch is free again, its first page is on its way into registers, its second into L2. */
+/* Before an item's queries: the cache is waited for, if it is given, the scratch is free again, its first page is on its way into registers, its second into L2. */
 template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin(const mk_dev *d, const mk_att *x, const mk_att_share *w, const mk_wait *cache, mk_att_regs *m)
 {
     mk_att_shared *s = mk_att_sh(d->sh);

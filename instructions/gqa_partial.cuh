@@ -43,8 +43,9 @@ MK_DEV float *mk_gqa_scratch(mk_shared *sh, uint32_t dim, uint32_t eights)
 {
     static_assert(4 * MK_GQA_DIM * MK_GQA_HEADS + 4 * MK_WARPS * MK_GQA_HEADS * MK_GQA_CHUNK + 4 * MK_GQA_DIM * MK_GQA_HEADS + sizeof(mk_gqa_stats) <=
                       MK_STAGING + 4 * MK_RED_FLOATS, "queries, sums, outputs");
-    static_assert(4 * MK_GQA_CHUNK * MK_GQA_TOGETHER + 4 * MK_WARPS * MK_GQA_HEADS * (MK_GQA_CHUNK + 2) + 2 * sizeof(mk_gqa_stats) <= MK_STAGING + 4 * MK_RED_FLOATS &&
-                      4 * MK_GQA_DIM * (MK_GQA_TOGETHER + MK_WARPS) <= MK_STAGING + 4 * MK_RED_FLOATS, "queries of several rows, and sums, or what the warps make them of");
+    static_assert(4 * MK_GQA_CHUNK * MK_GQA_TOGETHER + 4 * MK_WARPS * MK_GQA_HEADS * (MK_GQA_CHUNK + 4) + 2 * sizeof(mk_gqa_stats) <= MK_STAGING + 4 * MK_RED_FLOATS &&
+                      4 * MK_GQA_DIM * (MK_GQA_TOGETHER + MK_WARPS) <= MK_STAGING + 4 * MK_RED_FLOATS && 2 * MK_GQA_HEADS * MK_GQA_SCORE_ROW <= MK_WARPS * MK_GQA_DIM,
+                  "queries of several rows, and sums, twice of half as many channels, or what the warps make them of, or scores");
     return (float *)(sh->staging + eights * mk_att_plane_bytes((dim + 31) / 32));
 }
 
@@ -640,7 +641,7 @@ template <uint32_t NB> MK_DEV void mk_gqa_stage(const mk_dev *d, const mk_gqa *g
  * Only a split with tokens of this step waits for GQA_APPEND before it reads. */
 template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
 {
-    constexpr uint32_t T = NB == 8 ? 1 : 8 / NB; /* pages in registers */
+    constexpr uint32_t T = 8 / NB; /* pages in registers */
     const mk_dev here = mk_here(in), *d = &here;
     const mk_gqa *g = &d->in->gqa;
     const uint32_t dim = g->dim, group = mk_small_quot(g->heads, g->kv_heads), rows = d->step->nrows, plane = mk_att_plane_bytes((dim + 31) / 32), epoch = mk_wait_epoch(d, &d->in->wait[0]);
@@ -674,7 +675,7 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
                 y.dst = (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)y.row * MK_MAX_SPLITS + split) * g->heads + y.first) * y.floats;
                 const uint32_t ids = mk_gqa_ids(&x, 0, d->lane);
                 mk_gqa_prefetch<T>(&x, ids, 0, d->warp, d->lane);
-                if (begun) mk_sync(); /* the heads before are through with shared memory */
+                if (begun || NB == 8) mk_sync(); /* the heads before are through with shared memory; of 256 channels, whoever was before with the reduction area */
                 mk_gqa_stage<NB>(d, g, &y, epoch);
                 if (!waited && first + x.n + r > row->pos) { /* the stream's rows before are the tokens before */
                     mk_counter_wait(d, 1);
@@ -712,10 +713,10 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
                         if (!stay && h + MK_GQA_HEADS < y.n) load();
                         mk_gqa_give(acc[0], most, sum, dim, heads, [&](uint32_t k) { return mk_gqa_partial_at(&y, h + k); }, (float *)0, d->warp, d->lane);
                     } else {
-                        e.turn = NB == 2 ? b & 1 : 0;
+                        e.turn = b & 1;
                         mk_gqa_attend<NB, false>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc);
                         if (!stay && h + MK_GQA_HEADS < y.n) load();
-                        float *area = mk_gqa_scratch(d->sh, dim, MK_GQA_EIGHTS) + e.turn * MK_WARPS * mk_gqa_sums<NB>::WARP;
+                        float *area = mk_gqa_scratch(d->sh, dim, MK_GQA_EIGHTS) + (NB == 2 ? e.turn : 0) * MK_WARPS * mk_gqa_sums<NB>::WARP;
                         if (NB == 4 && b) mk_sync(); /* the sums before are read; smaller ones lie in two places by turns */
                         mk_gqa_leave<NB>(area, acc, d->warp, d->lane);
                         mk_sync();

@@ -146,7 +146,7 @@ template <uint32_t NH> MK_DEV void mk_mla_queries(const mk_dev *d, const mk_mla 
     if (turn) y[0] = mk_packet_load(pe + at[0]);
     bool turned = false;
 #pragma unroll 1
-    for (uint32_t i = __ldg(map + h0) + d->tid; __any_sync(0xffffffffu, i < end); i += NP * MK_COMPUTE) {
+    for (uint32_t i = __ldg(map + h0) + d->tid; !turned || __any_sync(0xffffffffu, i < end); i += NP * MK_COMPUTE) { /* a warp may have q_pe alone */
         uint2 to[NP];
         uint4 x[NP];
         uint32_t wanted = 0;
