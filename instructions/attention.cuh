@@ -114,16 +114,10 @@ MK_DEV uint8_t *mk_att_at(uint8_t *plane, uint32_t h, uint32_t c)
 {
     return plane + mk_att_byte(h, c);
 }
-MK_DEV uint32_t mk_pack_bf16(float lo, float hi)
-{
-    uint32_t v;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
-    return v;
-}
 /* Values c and c + 1 (c even) of head h, both planes. The second of up to eight heads is rows 8 to 15 of the first. */
 MK_DEV void mk_att_put(uint8_t *q, const mk_att_queries *x, uint32_t h, uint32_t c, float a, float b)
 {
-    const uint32_t hi = mk_pack_bf16(a, b), lo = mk_pack_bf16(__fadd_rn(a, -mk_bf16_value(hi & 0xffffu)), __fadd_rn(b, -__uint_as_float(hi & 0xffff0000u)));
+    const uint32_t hi = mk_bf16_pair(a, b), lo = mk_bf16_pair(__fadd_rn(a, -mk_bf16_value(hi & 0xffffu)), __fadd_rn(b, -__uint_as_float(hi & 0xffff0000u)));
     uint8_t *at = mk_att_at(q, h, c);
     *(uint32_t *)at = hi;
     if (c >= 32 * x->fine) *(uint32_t *)(at + (x->two ? mk_att_plane_bytes((x->nk + 31) / 32) - 1024 * x->fine : 4)) = lo; /* mk_att_byte of c - 32 fine; of h + 8 */
@@ -390,9 +384,7 @@ MK_DEV void mk_att_open(uint4 *x, uint32_t by)
 /* The lane's bytes of a page's first token, of the warp's first block; the second one's follow it. The address is made here and kept. */
 template <bool FP8> MK_DEV const uint8_t *mk_att_block(const uint8_t *page, const mk_att_share *w, uint32_t l)
 {
-    page += (FP8 ? 1 : 2) * (w->block * 32 + 8 * l);
-    asm volatile("" : "+l"(page));
-    return page;
+    return mk_keep_at(page + (FP8 ? 1 : 2) * (w->block * 32 + 8 * l));
 }
 /* Whether the warp has block i. */
 MK_DEV uint32_t mk_att_has(const mk_att *x, const mk_att_share *w, uint32_t i)
@@ -631,7 +623,7 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
                     for (uint32_t j = 0; j < k; j++) c[j].x = __fadd_rn(c[j].x, c[j + k].x), c[j].y = __fadd_rn(c[j].y, c[j + k].y);
                 const float a = t < tokens ? __fmul_rn(c[0].x, x.scale) : -INFINITY, b = t + 8 < tokens ? __fmul_rn(c[0].y, x.scale) : -INFINITY, before = top[n];
                 top[n] = fmaxf(mk_warp_top(fmaxf(a, b)), before);
-                const uint32_t p = mk_pack_bf16(mk_exp_fast(a - top[n]), mk_exp_fast(b - top[n]));
+                const uint32_t p = mk_bf16_pair(mk_exp_fast(a - top[n]), mk_exp_fast(b - top[n]));
                 const float shrink = mk_exp_fast(before - top[n]);
                 s->p[h][w.lane] = p;
                 if (w.lane == 0) s->shrink[h] = shrink;
@@ -718,6 +710,12 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
                 if (n * 8 + 2 * l + j < x.heads && c + 32 * i < x.nv && (!i || x.nv > 32 * MK_WARPS)) __stcg((float4 *)(to + 32 * i), y);
             }
         }
+}
+
+/* Whether any of a stream's tokens before `end` is of this step, of which `row` is row r: those before it are the tokens before, or another stream's. */
+MK_DEV bool mk_has_fresh(const mk_row *row, uint32_t r, uint32_t end)
+{
+    return end + r > row->pos;
 }
 
 /* A BULK vector, wait k: every warp waits for itself, without a barrier and without a call. Then loads that bypass L1 may read the vector. */

@@ -67,7 +67,7 @@ MK_DEV void mk_combine_publish(uint4 *to, float2 y, bool has, float sum, bool ga
         const float2 g = *(const float2 *)gate;
         y.x = __fmul_rn(y.x, mk_sigmoid(g.x)), y.y = __fmul_rn(y.y, mk_sigmoid(g.y));
     }
-    const uint32_t word = has ? mk_pack_bf16(y.x, y.y) : 0, then = __shfl_down_sync(0xffffffffu, word, 1), last = __shfl_down_sync(0xffffffffu, word, 2);
+    const uint32_t word = has ? mk_bf16_pair(y.x, y.y) : 0, then = __shfl_down_sync(0xffffffffu, word, 1), last = __shfl_down_sync(0xffffffffu, word, 2);
     if (has && lane % 3 == 0) mk_packet_store(to, word, then, last, epoch);
 }
 

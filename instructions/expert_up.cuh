@@ -127,7 +127,7 @@ template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
         mk_up_slice s = mk_up_at(min(first + u * workers, all - 1), inter, by_T);
         uint8_t *to = (uint8_t *)f->place.out + (first + u * workers) * slice_bytes;
         mk_keep(&s.rows);
-        asm volatile("" : "+l"(to));
+        to = mk_keep_at(to);
 #pragma unroll 1
         for (; n < MK_RED_FLOATS / 2 / MK_PARTS(1) && next < all; n++, next += workers) {
             const mk_up_slice slice = mk_up_at(next, inter, by_T);

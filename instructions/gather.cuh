@@ -154,6 +154,12 @@ MK_DEV uint32_t mk_word_scaled(uint32_t w, float by0, float by1, float *sum)
     *sum = __fmaf_rn(x1, x1, *sum);
     return mk_bf16_pair(__fmul_rn(x0, by0), __fmul_rn(x1, by1));
 }
+/* The last packet goes on with values that nobody asked for: of w, a packet of bf16 whose first value is number `value`, those from `left` on become 0. */
+MK_DEV void mk_packet_clip(uint32_t (&w)[3], uint32_t value, uint32_t left)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < 3; i++) w[i] = value + 2 * i < left ? w[i] : 0;
+}
 /* Which word of its packet a head's trailer is, and that word. */
 MK_DEV uint32_t mk_trailer_word(mk_hands g)
 {
@@ -307,9 +313,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
         } else {
             uint32_t w[3] = {q[j].x, q[j].y, q[j].z};
             if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * MK_WARPS * j, mk_packet_word(q[j], word));
-            if (!HEADS && left - value[j] < 6)
-#pragma unroll
-                for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
+            if (!HEADS && left - value[j] < 6) mk_packet_clip(w, value[j], left);
 #pragma unroll
             for (uint32_t i = 0; i < 3; i++) {
                 if (HEADS) w[i] &= mine[i];
@@ -392,9 +396,7 @@ template <bool F32, uint32_t LOADS> MK_DEV uint32_t mk_take_turns(const mk_dev *
                 if (count > 2) mk_sts16(place + 4, b);
             } else {
                 uint32_t w[3] = {q[j].x, q[j].y, q[j].z};
-                if (__builtin_expect(left - value[j] < 6, 0))
-#pragma unroll
-                    for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
+                if (__builtin_expect(left - value[j] < 6, 0)) mk_packet_clip(w, value[j], left);
                 top = __vmaxu2(__vmaxu2(__vmaxu2(top, mk_magnitudes(w[0])), mk_magnitudes(w[1])), mk_magnitudes(w[2]));
 #pragma unroll
                 for (uint32_t i = 0; i < 3; i++)
@@ -421,6 +423,11 @@ MK_DEV void mk_along_on(mk_along *a, uint32_t packets, uint32_t by)
     a->packet += by;
     if (a->packet >= packets) a->packet -= packets, a->slice++;
 }
+MK_DEV void mk_along_next(mk_along *a, uint32_t packets) /* 32 packets on */
+{
+    a->slice++;
+    mk_along_on(a, packets, 32 - packets);
+}
 MK_DEV bool mk_takes_along(mk_hands g, uint32_t k, uint32_t loads)
 {
     const uint32_t slices = mk_small_quot(k, g.values);
@@ -443,8 +450,7 @@ template <uint32_t LOADS> MK_DEV uint32_t mk_take_along(const mk_dev *d, const m
     for (uint32_t j = 0; j < LOADS; j++) {
         q[j] = make_uint4(0, 0, 0, epoch);
         if (d->lane + 32 * j < left) q[j] = mk_packet_load(from + a.slice * further + a.packet);
-        a.slice++;
-        mk_along_on(&a, packets, 32 - packets);
+        mk_along_next(&a, packets);
     }
     a = first;
 #pragma unroll 1
@@ -455,8 +461,7 @@ template <uint32_t LOADS> MK_DEV uint32_t mk_take_along(const mk_dev *d, const m
         for (uint32_t j = 0; j < PART; j++) {
             here[j] = b.slice * further + b.packet;
             wanted |= d->lane + 32 * j < left ? 1u << j : 0;
-            b.slice++;
-            mk_along_on(&b, packets, 32 - packets);
+            mk_along_next(&b, packets);
         }
         mk_packets_wait<PART, true>(from, here, wanted, epoch, 0, 0, packet0, *(uint4(*)[PART])q);
 #pragma unroll
@@ -466,8 +471,7 @@ template <uint32_t LOADS> MK_DEV uint32_t mk_take_along(const mk_dev *d, const m
             if (count > 0) mk_sts32(place, q[j].x);
             if (count > 2) mk_sts32(place + 4, q[j].y);
             if (count > 4) mk_sts32(place + 8, q[j].z);
-            a.slice++;
-            mk_along_on(&a, packets, 32 - packets);
+            mk_along_next(&a, packets);
         }
 #pragma unroll
         for (uint32_t j = 0; j + PART < LOADS; j++) q[j] = q[j + PART];
@@ -852,9 +856,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
                 } else {
                     uint32_t w[3] = {x.x, x.y, x.z};
                     if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * (r * T + j) + 4 * h.slice, mk_packet_word(x, word));
-                    if (!HEADS && left - value[j] < 6)
-#pragma unroll
-                        for (uint32_t i = 0; i < 3; i++) w[i] = value[j] + 2 * i < left ? w[i] : 0; /* the last packet goes on with values that nobody asked for */
+                    if (!HEADS && left - value[j] < 6) mk_packet_clip(w, value[j], left);
 #pragma unroll
                     for (uint32_t i = 0; i < 3; i++) {
                         if (HEADS) w[i] &= mine[i];

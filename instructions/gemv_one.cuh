@@ -33,7 +33,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     mk_keep(&part), mk_keep(&sums);
     uint8_t *to = end & MK_END_TO_LOCAL ? mk_local_memory(d->a) + p->out_at + 4 * i : (uint8_t *)mk_publish_where(f->place.out, end & MK_END_F32, group, d->lane);
     if (!mine || (!(end & MK_END_TO_LOCAL) && !mk_publishes(end & MK_END_F32, d->lane))) to = NULL; /* who stores nothing */
-    asm volatile("" : "+l"(to));
+    to = mk_keep_at(to);
     mk_sync(); /* the input is staged */
     mk_trace_input(d);
     float norm = mk_row_factor(d, p, 0) * in->gemv.scale; /* now: a warp waits for a stage rather than all for a warp */

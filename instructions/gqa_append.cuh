@@ -66,14 +66,14 @@ MK_CALL void mk_gqa_append_run(const mk_insn *in)
 #pragma unroll 2
         for (uint32_t i = d->lane; i < dim / 2; i += 32) {
             const float2 y = ((const float2 *)x)[i];
-            to[i] = mk_pack_bf16(y.x, y.y);
+            to[i] = mk_bf16_pair(y.x, y.y);
         }
         if (both) {
             to = (uint32_t *)((uint16_t *)mk_kv_at(d, g->kv_off, row->slot, row->pos, 0) + mk_gqa_at(dim, g->head, 1, row->pos % MK_PAGE));
 #pragma unroll 2
             for (uint32_t i = d->lane; i < dim / 2; i += 32) {
                 const float2 y = ((const float2 *)(x + dim))[i];
-                to[i] = mk_pack_bf16(y.x, y.y);
+                to[i] = mk_bf16_pair(y.x, y.y);
             }
         }
     }

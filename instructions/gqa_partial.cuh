@@ -184,7 +184,7 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
             sum = __fmul_rn(sum, shrink);
 #pragma unroll
             for (uint32_t k = 0; k < T; k++) {
-                p[k] = mk_pack_bf16(mk_exp_fast(c[k][0] - most), mk_exp_fast(c[k][1] - most));
+                p[k] = mk_bf16_pair(mk_exp_fast(c[k][0] - most), mk_exp_fast(c[k][1] - most));
                 sum = __fadd_rn(sum, __fadd_rn(mk_bf16_value(p[k] & 0xffffu), __uint_as_float(p[k] & 0xffff0000u)));
             }
             if (page) {
@@ -268,7 +268,7 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
         sum = __fmul_rn(sum, shrink);
 #pragma unroll
         for (uint32_t k = 0; k < 8; k++) {
-            p[k] = mk_pack_bf16(mk_exp_fast(y[k].x - base), mk_exp_fast(y[k].y - base));
+            p[k] = mk_bf16_pair(mk_exp_fast(y[k].x - base), mk_exp_fast(y[k].y - base));
             sum = __fadd_rn(sum, __fadd_rn(mk_bf16_value(p[k] & 0xffffu), __uint_as_float(p[k] & 0xffff0000u)));
         }
         if (page) {
@@ -337,7 +337,7 @@ template <uint32_t NB> MK_DEV void mk_gqa_merge(mk_shared *sh, const float (*acc
         if (out) {
             const float z = __fmul_rn(y, mk_reciprocal(sum)); /* as in COMBINE of one split */
             if (o->lanes) { /* i mod 32 is the lane: slices lie in a warp */
-                const uint32_t word = mk_pack_bf16(z, __shfl_down_sync(0xffffffffu, z, 1)), then = __shfl_down_sync(0xffffffffu, word, 2), last = __shfl_down_sync(0xffffffffu, word, 4);
+                const uint32_t word = mk_bf16_pair(z, __shfl_down_sync(0xffffffffu, z, 1)), then = __shfl_down_sync(0xffffffffu, word, 2), last = __shfl_down_sync(0xffffffffu, word, 4);
                 const uint32_t j = i & (o->values - 1), p = j * 43 >> 8; /* j / 6 */
                 if (j == 6 * p) mk_packet_store(o->to + (i >> o->lanes) * o->sp + p, word, j + 2 < o->values ? then : 0, j + 4 < o->values ? last : 0, o->epoch);
             } else {
@@ -471,7 +471,7 @@ MK_DEV void mk_gqa_publish(const mk_dev *d, const mk_gqa_out *o, uint32_t slices
         const float *y = out + s * n + 6 * p;
         uint32_t word[3];
 #pragma unroll
-        for (uint32_t k = 0; k < 3; k++) word[k] = mk_pack_bf16(2 * k < has ? y[2 * k] : 0.0f, 2 * k + 1 < has ? y[2 * k + 1] : 0.0f);
+        for (uint32_t k = 0; k < 3; k++) word[k] = mk_bf16_pair(2 * k < has ? y[2 * k] : 0.0f, 2 * k + 1 < has ? y[2 * k + 1] : 0.0f);
         mk_packet_store(o->to + s * sp + p, word[0], word[1], word[2], o->epoch);
     }
 }
@@ -544,7 +544,7 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
                     if (query) {
                         mk_att_put(d->sh->staging, &of, h, c, y.x, y.y);
                     } else if (c < dim) {
-                        const uint32_t bits = mk_pack_bf16(y.x, y.y);
+                        const uint32_t bits = mk_bf16_pair(y.x, y.y);
                         *(uint32_t *)(mk_gqa_fresh(d->sh) + ((h - heads) * dim + c) * 2) = bits;
                         to[c / 2] = bits;
                     }
@@ -588,7 +588,7 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
 /* Value c of one of eight heads, both planes. */
 MK_DEV void mk_gqa_put_value(uint8_t *plane, uint32_t head, uint32_t c, float x)
 {
-    const uint32_t hi = mk_pack_bf16(x, 0), lo = mk_pack_bf16(__fadd_rn(x, -mk_bf16_value(hi & 0xffffu)), 0);
+    const uint32_t hi = mk_bf16_pair(x, 0), lo = mk_bf16_pair(__fadd_rn(x, -mk_bf16_value(hi & 0xffffu)), 0);
     uint16_t *at = (uint16_t *)mk_att_at(plane, head, c);
     at[0] = (uint16_t)hi;
     at[2] = (uint16_t)lo; /* row head + 8 of the operand */
@@ -677,7 +677,7 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
                 mk_gqa_prefetch<T>(&x, ids, 0, d->warp, d->lane);
                 if (begun || NB == 8) mk_sync(); /* the heads before are through with shared memory; of 256 channels, whoever was before with the reduction area */
                 mk_gqa_stage<NB>(d, g, &y, epoch);
-                if (!waited && first + x.n + r > row->pos) { /* the stream's rows before are the tokens before */
+                if (!waited && mk_has_fresh(row, r, first + x.n)) {
                     mk_counter_wait(d, 1);
                     waited = true;
                 }

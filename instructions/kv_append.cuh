@@ -5,13 +5,18 @@
 #include "instructions/attention.cuh"
 #include "instructions/mk_math.h"
 
-/* Pair i of x turned by the angle pos * inv_freq[i] (rotary.h). */
+/* A pair turned by an angle, of which these are sine and cosine (rotary.h). */
+MK_DEV float2 mk_rotated(float a, float b, float2 angle)
+{
+    return make_float2(mk_add(mk_mul(a, angle.y), -mk_mul(b, angle.x)), mk_add(mk_mul(a, angle.x), mk_mul(b, angle.y)));
+}
+/* By the angle pos * inv_freq. */
 MK_DEV void mk_rotate_pair(float *a, float *b, float inv_freq, uint32_t pos)
 {
-    float s, c, x = *a, y = *b;
-    mk_sincosf(mk_mul((float)pos, inv_freq), &s, &c);
-    *a = mk_add(mk_mul(x, c), -mk_mul(y, s));
-    *b = mk_add(mk_mul(x, s), mk_mul(y, c));
+    float2 angle;
+    mk_sincosf(mk_mul((float)pos, inv_freq), &angle.x, &angle.y);
+    const float2 y = mk_rotated(*a, *b, angle);
+    *a = y.x, *b = y.y;
 }
 
 /* Warps for each of up to MK_MAX_ROWS rows: a power of two. */
@@ -89,14 +94,14 @@ MK_CALL void mk_kv_append_run(const mk_insn *in)
 #pragma unroll 1
             for (uint32_t i = k0 * 32 + lane; i < latent / 2; i += warps * 32) {
                 const float2 v = ((const float2 *)x)[i];
-                dst[i] = mk_pack_bf16(__fmul_rn(__fmul_rn(v.x, rstd), gamma[2 * i]), __fmul_rn(__fmul_rn(v.y, rstd), gamma[2 * i + 1]));
+                dst[i] = mk_bf16_pair(__fmul_rn(__fmul_rn(v.x, rstd), gamma[2 * i]), __fmul_rn(__fmul_rn(v.y, rstd), gamma[2 * i + 1]));
             }
         }
 #pragma unroll 1
         for (uint32_t i = k0 == warps - 1 ? lane : m->rope / 2; i < m->rope / 2; i += 32) {
             float a = x[latent + 2 * i], b = x[latent + 2 * i + 1];
             if (m->rotary) mk_rotate_pair(&a, &b, gamma[latent + i], row->pos);
-            key[i] = mk_pack_bf16(a, b);
+            key[i] = mk_bf16_pair(a, b);
         }
     }
     mk_bulk_signal(d, d->in->signal_vec);

@@ -167,13 +167,9 @@ template <uint32_t NH> MK_DEV void mk_mla_queries(const mk_dev *d, const mk_mla 
             for (uint32_t j = 0; j < MK_TURN_PAIRS(turn); j++) {
                 const uint32_t p = MK_TURN_PAIR(turn) + j, word = j == 0 ? y[0].x : j == 1 ? y[0].y : y[0].z;
                 if (p >= m->rope / 2u) continue;
-                float a = __uint_as_float(word << 16), b = __uint_as_float(word & 0xffff0000u);
-                if (m->rotary) {
-                    const float z = a, s = mk_mla_angles(d->sh)[r * m->rope / 2 + p].x, c = mk_mla_angles(d->sh)[r * m->rope / 2 + p].y;
-                    a = mk_add(mk_mul(z, c), -mk_mul(b, s));
-                    b = mk_add(mk_mul(z, s), mk_mul(b, c));
-                }
-                mk_att_put(d->sh->staging, &of, h, m->latent + 2 * p, a, b);
+                float2 z = make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+                if (m->rotary) z = mk_rotated(z.x, z.y, mk_mla_angles(d->sh)[r * m->rope / 2 + p]);
+                mk_att_put(d->sh->staging, &of, h, m->latent + 2 * p, z.x, z.y);
             }
         }
         mk_packets_wait_every(packets + i, MK_COMPUTE, wanted, epoch, 0, r, i, x);
@@ -217,7 +213,7 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_items(const mk_insn *in)
             const uint32_t n = x.n;
             mk_mla_ask(&x, m, h0, heads);
             x.dst = (float *)mk_bulk_at(d, d->in->signal_vec) + ((size_t)split * m->all_heads + h0) * floats;
-            const bool fresh = cache && x.first + n + r > row->pos; /* the stream's rows before are the tokens before */
+            const bool fresh = cache && mk_has_fresh(row, r, x.first + n);
             mk_att_begin<NH, FP8>(d, &x, &w, fresh ? cache : (const mk_wait *)0, &regs);
             if (fresh) cache = 0;
             begun = true;
@@ -266,11 +262,7 @@ MK_DEV void mk_mla_positional_one(const mk_dev *d, const mk_mla *m, const mk_fed
 #pragma unroll 1
     for (uint32_t i = d->lane; i < pad / 2; i += 32) {
         float2 y = ((const float2 *)x)[i];
-        if (m->rotary && i < rope / 2) {
-            const float a = y.x, b = y.y;
-            const float s = d->sh->angle[i].x, c = d->sh->angle[i].y;
-            y = make_float2(mk_add(mk_mul(a, c), -mk_mul(b, s)), mk_add(mk_mul(a, s), mk_mul(b, c)));
-        }
+        if (m->rotary && i < rope / 2) y = mk_rotated(y.x, y.y, d->sh->angle[i]);
         mk_att_put(d->sh->staging, &of, h, latent + 2 * i, y.x, y.y);
     }
 }
@@ -409,13 +401,9 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
         for (uint32_t j = 0; j < MK_TURN_PAIRS(turn); j++) {
             const uint32_t p = MK_TURN_PAIR(turn) + j, word = j == 0 ? x[0].x : j == 1 ? x[0].y : x[0].z;
             if (p >= m->rope / 2u) continue;
-            float a = __uint_as_float(word << 16), b = __uint_as_float(word & 0xffff0000u);
-            if (m->rotary) {
-                const float y = a, s = sh->angle[p].x, c = sh->angle[p].y;
-                a = mk_add(mk_mul(y, c), -mk_mul(b, s));
-                b = mk_add(mk_mul(y, s), mk_mul(b, c));
-            }
-            mk_att_put(sh->staging, &of, h, m->latent + 2 * p, a, b);
+            float2 y = make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+            if (m->rotary) y = mk_rotated(y.x, y.y, sh->angle[p]);
+            mk_att_put(sh->staging, &of, h, m->latent + 2 * p, y.x, y.y);
         }
         h += EVERY / MK_TURN_SLOTS, turns += EVERY;
         turn = h < item.heads ? __ldg(turns) : 0;
@@ -425,8 +413,7 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
     const uint2 *const places = (const uint2 *)(map + (table + mk_queries_places(m->heads)));
 #pragma unroll 1
     for (; __any_sync(0xffffffffu, i < end); i += NP * EVERY) {
-        const uint2 *from = places + i;
-        asm volatile("" : "+l"(from)); /* else the address is worked out under each condition */
+        const uint2 *const from = mk_keep_at(places + i); /* else the address is worked out under each condition */
         uint2 to[NP];
         uint4 x[NP] = {};
 #pragma unroll

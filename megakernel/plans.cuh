@@ -193,11 +193,10 @@ static int spaced(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint
 }
 /* An MLA_PARTIAL, instruction k of its queue, which begins with instruction `first`: in a step of one row the queries of the worker's first item are made aside while GEMVs right before it
  * make what it waits for; they leave the queries' place alone. */
-static void queries_aside(const mk_gpu *g, const mk_insn *insn, mk_plan *plan, uint32_t first, uint32_t k)
+static void queries_aside(const mk_insn *insn, mk_plan *plan, uint32_t first, uint32_t k)
 {
     const mk_insn *in = &insn[k];
     const uint32_t place = mk_att_query_bytes(in->mla.latent + in->mla.rope, in->mla.latent / 32);
-    const mk_queries *table = queries_of(g, in);
     uint32_t n = 0;
     for (; n < 2 && k - n > first; n++) {
         const mk_insn *v = in - n - 1;
@@ -209,7 +208,7 @@ static void queries_aside(const mk_gpu *g, const mk_insn *insn, mk_plan *plan, u
     for (uint32_t i = aside + 1; i <= aside + 2 && k >= first + i; i++) /* they would look for what it has staged at another place */
         for (uint32_t j = 1; j <= aside; j++)
             if (plan[k - i].key == plan[k - j].key) n = 0;
-    if (k - n == first || !table || !table->at) return;
+    if (k - n == first || !plan[k].queries) return;
     for (uint32_t i = 1; i <= n; i++) plan[k - i].beside = place;
     plan[k].beside = n;
     plan[k].end |= MK_END_ASIDE;
@@ -242,7 +241,7 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t 
                 plan[k].one = MK_ONE_MLA;
                 plan[k].whole.vec = MK_NONE;
                 plan[k].map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * p->vec[in->wait[0].vec].slice_packets;
-                if (!pass) queries_aside(g, insn, plan, queue[q], k);
+                if (!pass) queries_aside(insn, plan, queue[q], k);
                 continue;
             }
             if (in->opcode != MK_OP_GQA_PARTIAL || in->wait[1].pub >= MK_EPOCH_STRIDE || !spaced(insn, plan, queue[q], k)) continue;

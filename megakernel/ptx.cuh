@@ -236,7 +236,7 @@ MK_DEV void mk_keep(uint32_t *x)
     asm volatile("" : "+r"(*x));
 }
 /* An address that is made here: else every one from it on is made of what it is made of. */
-template <typename T> MK_DEV const T *mk_keep_at(const T *x)
+template <typename T> MK_DEV T *mk_keep_at(T *x)
 {
     asm volatile("" : "+l"(x));
     return x;

@@ -116,7 +116,7 @@ MK_DEV uint32_t mk_bf16_pair(float a, float b) { return mk_bf16_bits(a) | mk_bf1
 MK_DEV float mk_rsqrt(float x) { return 1.0f / sqrtf(x); }
 MK_DEV float mk_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 MK_DEV void mk_keep(uint32_t *x) { (void)x; }
-template <typename T> MK_DEV const T *mk_keep_at(const T *x) { return x; }
+template <typename T> MK_DEV T *mk_keep_at(T *x) { return x; }
 
 /* ---- what no test here runs, but its neighbours in a file mention ------------------------------------------------------- */
 
