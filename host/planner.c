@@ -142,7 +142,7 @@ static uint32_t row_at(const mk_part *parts, uint32_t n, double cost, double *re
 
 static uint32_t piece_limit(const mk_part *p)
 {
-    return p->piece ? p->piece : p->up ? MK_SEGMENT_ROWS / 2 : MK_SEGMENT_ROWS;
+    return p->up ? MK_SEGMENT_ROWS / 2 : MK_SEGMENT_ROWS;
 }
 
 /* Whether slices of n values can be dealt to those who read the part's vector. */

@@ -35,7 +35,6 @@ typedef struct mk_part {
     const mk_mat *mat, *up; /* up: the second half of a SILU pair, or NULL */
     uint32_t row0, rows, in_off;
     float scale; /* of the output; 0: 1 */
-    uint32_t piece; /* rows of an instruction at most; 0: MK_SEGMENT_ROWS */
     /* GEMV, LM_HEAD or EXPERT_UP gathers the vector of these rows, read_k values of read_dtype each, the next reader's first read_every values on (0: all the same);
      * read_k 0: none does. Slices are alike then, if that costs little (mk_split). */
     uint32_t read_k, read_every;

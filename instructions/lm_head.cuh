@@ -14,6 +14,13 @@ MK_DEV void mk_stats_publish(const mk_dev *d, uint32_t row, float max, uint32_t 
     mk_packet_store(p + 1, 0, 0, 0, epoch);
 }
 
+/* A row's statistics are a warp's; the others are needed for them no more once the sums are there. With one row they go on with the next piece, which comes to lie in the other half of the
+ * reduction area: only the next but one, behind whose product there is a barrier, takes this one's place. Whose turn it is goes round, and from group to group, so that nobody lags behind. */
+MK_DEV uint32_t mk_lm_head_turn(uint32_t n)
+{
+    return (n & 1) * MK_GROUP_WARPS + (n >> 1) % MK_GROUP_WARPS;
+}
+
 /* Also for a step without rows that need logits, which has no product. */
 MK_CALL uint32_t mk_lm_head_end(const mk_insn *in)
 {
@@ -26,8 +33,10 @@ MK_CALL uint32_t mk_lm_head_end(const mk_insn *in)
     }
     constexpr uint32_t PER = MK_SEGMENT_ROWS / 32;
     const mk_lm_head *l = &d->in->lm_head;
-    const uint32_t n = l->n, r = d->warp;
+    const bool one = d->step->nrows == 1;
+    const uint32_t n = l->n, r = one ? 0 : d->warp;
     float *logits = (float *)mk_bulk_at(d, l->logits_vec) + (size_t)r * l->vocab + l->row0;
+    if (one && d->warp != mk_lm_head_turn(d->memo->n)) return 0;
     if (r < d->step->nrows) {
         float y[PER], max = -INFINITY, sum = 0;
         uint32_t id = 0xffffffffu;
@@ -60,7 +69,7 @@ MK_CALL uint32_t mk_lm_head_end(const mk_insn *in)
         }
         if (d->lane == 0) mk_stats_publish(d, r, max, id, sum);
     }
-    mk_bulk_signal(d, l->logits_vec);
+    one ? mk_bulk_signal_own(d, l->logits_vec) : mk_bulk_signal(d, l->logits_vec);
     return 0;
 }
 

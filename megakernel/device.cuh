@@ -30,7 +30,7 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 #define MK_STAGE_LEAST    8192u  /* of weights: one K block of any segment */
 #define MK_STAGES         8u     /* of the ring: an even number */
 #define MK_PACE           2u     /* stages under way at once before an instruction's product has begun: kernel.cu, feed_begin */
-#define MK_ROUTED_LATER   300u   /* ns: so long the loader leaves memory to EXPERT_UP's code, which would stand behind the experts' first weights (a measurement: profiles/NOTES.md) */
+#define MK_PACE_UP        3u     /* of EXPERT_UP */
 #define MK_STAGED_VALUES  2304u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
 #define MK_STAGING        (MK_MAX_ROWS * (MK_STAGED_VALUES * 2 + 64)) /* 32 of them: mk_row_stride; attention needs the others */
 #define MK_UPPER          19200u /* its upper part begins there: of those aside, in a step of one row */
@@ -768,6 +768,12 @@ MK_DEV void mk_bulk_signal(const mk_dev *d, uint32_t vec)
 {
     mk_sync();
     if (d->tid == 0) mk_red_release(d->a->counter + d->sh->vec[vec].counter); /* releases what the barrier made visible to this thread as well */
+}
+/* The same after what one warp wrote, which calls it. */
+MK_DEV void mk_bulk_signal_own(const mk_dev *d, uint32_t vec)
+{
+    __syncwarp();
+    if (d->lane == 0) mk_red_release(d->a->counter + d->sh->vec[vec].counter);
 }
 
 MK_DEV void *mk_local_at(const mk_dev *d, uint32_t vec)

@@ -719,7 +719,7 @@ MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
         for (uint32_t i = first; i < end && on; i++) {
             const mk_seg s = next;
             next = seg_at(a->seg + (i + 1 < end ? i + 1 : first));
-            feed_begin(&f, MK_ONE_STEP || s.flags & MK_SEG_LOGITS ? 0 : MK_PACE); /* in a phase, and beside the LM head, nobody waits for an exchange */
+            feed_begin(&f, MK_ONE_STEP ? 0 : s.T && !s.rows ? MK_PACE_UP : MK_PACE); /* in a phase nobody waits for an exchange */
             if (s.flags & (MK_SEG_LOGITS | MK_SEG_CACHE) && !MK_ONE_STEP) { /* only now does it matter what the step is */
                 uint32_t seen;
                 while ((int32_t)((seen = mk_flag_get(&sh->logits[seq & 3])) - (seq + 1) * 2) < 0 && on) on = !feed_leaves(&f);
@@ -742,8 +742,6 @@ MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
                 on = feed_await(&f, mk_smem(&sh->route_full), parity);
                 parity ^= 1;
                 n_union = on ? routes->n_union : 0;
-                if (!MK_ONE_STEP && on && s.T)
-                    for (uint32_t since = mk_now_low(); mk_now_low() - since < MK_ROUTED_LATER;) {}
             }
             const mk_divisor by_T = {w.magic, w.T};
             const uint32_t all = chosen ? n_union * w.T : 1, step = w.rows ? w.T : a->workers; /* EXPERT_DOWN: the same slice of every expert; EXPERT_UP: slices of all experts are dealt round */
