@@ -712,6 +712,11 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
         }
 }
 
+/* The first of a part's items of some rows, before whose items `base` others went to the parts in turn, counted modulo these. */
+MK_DEV uint32_t mk_first_item(uint32_t part, uint32_t parts, uint32_t base)
+{
+    return part >= base ? part - base : part + parts - base;
+}
 /* Whether any of a stream's tokens before `end` is of this step, of which `row` is row r: those before it are the tokens before, or another stream's. */
 MK_DEV bool mk_has_fresh(const mk_row *row, uint32_t r, uint32_t end)
 {

@@ -3,7 +3,8 @@
  * keeps its sum as it was. If not all pairs fit the staging area the experts come in batches; sums stay in registers.
  * A warp gathers a pair alone, so that no barrier is needed before its power of two (matvec.cuh) is known: every pair has its own.
  * An expert's segment has an even number of stages (the last one may be empty: gpu.cu, expert_seg), so that each of its stages has one group of warps whatever lies before
- * it in the ring: the order of a row's sum depends on nothing but the row's own choice. */
+ * it in the ring: the order of a row's sum depends on nothing but the row's own choice. Where a stage has room for more, neighbours in the union share stages: the first halves of some experts
+ * lie in one, the second halves in the next (mk_down_shared, gpu.cu). */
 #ifndef MK_EXPERT_DOWN_CUH
 #define MK_EXPERT_DOWN_CUH
 
@@ -123,12 +124,13 @@ MK_DEV void mk_tile_add_chosen(float4 *sum, const float *part, float f0, float f
 }
 
 /* acc + this warp's NT tiles of a batch of experts, whose stages are the ring's next. */
-template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
+template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, mk_down_shared shared, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     mk_shared *sh = mk_sh();
     const mk_lap lap = sh->lap;
-    const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg;
+    const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg, share = 1 << shared.log;
+    const uint32_t next_half = share > 1 ? shared.scales + per * kb_bytes : 0, first_half = share > 1 ? shared.scales - lap.scales : 0; /* of an expert, in a stage */
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, first = mk_group_first(warp, slot->at);
     const uint32_t ways = mk_ways(rows), way = member & (ways - 1), row0 = rows > MK_SIDE_ROWS ? (member >> 1) * MK_SIDE_ROWS : 0;
     const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16; /* of ldmatrix: chunk lane / 16, row lane % 16 */
@@ -137,56 +139,61 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
     for (uint32_t i = 0; i < 2 * NT; i++) c[i] = FP8 ? mk_scale_of(row0 + 8 * i + g, rows, rows, t->nseg, t->phase) - lap.scales : 0;
 
 #pragma unroll 1
-    for (uint32_t j = 0; j < experts; j++, pair += 4 * MK_MAX_ROWS) {
-        const uint32_t table = mk_after(pair);
-        const float n0 = mk_lds(table + 8 * l), n1 = mk_lds(table + 8 * l + 4);
-        const uint32_t column = __float_as_uint(mk_lds(table + 4 * MK_DOWN_PAIRS + 4 * mk_ldx_column<FP8>(lane, cols))) + mk_ldx_at<FP8>(lane);
-        const bool chosen0 = __float_as_uint(n0) != MK_NOT_CHOSEN, chosen1 = __float_as_uint(n1) != MK_NOT_CHOSEN;
+    for (uint32_t j = 0; j < experts; j += share) {
+        const uint32_t end_pair = pair + 4 * MK_MAX_ROWS * min(share, experts - j);
         uint32_t turn = first ? per : 0; /* K blocks of the partial sum before: a function of k alone */
 #pragma unroll 1
         for (uint32_t s = first; s < nst; s += MK_GROUPS, turn += per) {
-            const uint32_t kb = s * per, end = min(kb + per, nkb);
+            const uint32_t kb = s * per, end = min(kb + per, nkb), b0 = (way - turn) & (ways - 1);
             mk_stage_wait(slot->bar, slot->phase, MK_FAULT_EXPERT);
-            const uint32_t b0 = (way - turn) & (ways - 1);
-            uint32_t w = mk_after(slot->stage + row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0) * (FP8 ? 128 : 64);
-            const uint32_t scales = mk_after(slot->stage);
+            uint32_t stage = slot->stage;
 #pragma unroll 1
-            for (uint32_t k = kb + b0; k < end; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
-                float part[NT][4];
-                const uint4 v0 = FP8 ? mk_ldx_f16(xk) : mk_ldx_bf16(xk), v1 = FP8 ? mk_ldx_f16(xk + 64) : v0;
-                if (FP8) {
-                    mk_fp8_tiles<NT> b;
-                    mk_fp8_load<NT>(&b, w, rows, scales + (k >> 1) * scale_row, c);
-                    if (k + ways >= end) mk_stage_leave(slot->bar + MK_EMPTY, lane, mk_words_of(b.w) | mk_words_of(b.f), lap.none);
+            for (uint32_t at = pair; at != end_pair; at += 4 * MK_MAX_ROWS, stage += next_half) {
+                const uint32_t table = mk_after(at);
+                const float n0 = mk_lds(table + 8 * l), n1 = mk_lds(table + 8 * l + 4);
+                const uint32_t column = __float_as_uint(mk_lds(table + 4 * MK_DOWN_PAIRS + 4 * mk_ldx_column<FP8>(lane, cols))) + mk_ldx_at<FP8>(lane);
+                const bool chosen0 = __float_as_uint(n0) != MK_NOT_CHOSEN, chosen1 = __float_as_uint(n1) != MK_NOT_CHOSEN, last = at + 4 * MK_MAX_ROWS == end_pair;
+                uint32_t w = mk_after(stage + first_half + row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0) * (FP8 ? 128 : 64);
+                const uint32_t scales = mk_after(stage);
+#pragma unroll 1
+                for (uint32_t k = kb + b0; k < end; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
+                    float part[NT][4];
+                    const uint4 v0 = FP8 ? mk_ldx_f16(xk) : mk_ldx_bf16(xk), v1 = FP8 ? mk_ldx_f16(xk + 64) : v0;
+                    if (FP8) {
+                        mk_fp8_tiles<NT> b;
+                        mk_fp8_load<NT>(&b, w, rows, scales + (k >> 1) * scale_row, c);
+                        if (last && k + ways >= end) mk_stage_leave(slot->bar + MK_EMPTY, lane, mk_words_of(b.w) | mk_words_of(b.f), lap.none);
 #pragma unroll
-                    for (uint32_t i = 0; i < NT; i++) mk_tile_product_fp8(part[i], b.w[i], v0, v1);
+                        for (uint32_t i = 0; i < NT; i++) mk_tile_product_fp8(part[i], b.w[i], v0, v1);
 #pragma unroll
-                    for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[i], b.f[2 * i], b.f[2 * i + 1], n0, n1, chosen0, chosen1);
-                } else {
+                        for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[i], b.f[2 * i], b.f[2 * i + 1], n0, n1, chosen0, chosen1);
+                    } else {
 #pragma unroll
-                    for (uint32_t i = 0; i < NT; i++) {
-                        uint32_t a[8];
-                        mk_tile_load(a, w + 256 * i, rows);
-                        mk_tile_product(part[i], a, v0);
+                        for (uint32_t i = 0; i < NT; i++) {
+                            uint32_t a[8];
+                            mk_tile_load(a, w + 256 * i, rows);
+                            mk_tile_product(part[i], a, v0);
+                        }
+#pragma unroll
+                        for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[i], 1, 1, n0, n1, chosen0, chosen1);
                     }
-#pragma unroll
-                    for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[i], 1, 1, n0, n1, chosen0, chosen1);
                 }
             }
             if (!FP8 || kb + b0 >= end) mk_stage_leave(slot->bar + MK_EMPTY, lane, __float_as_uint(acc.tile[NT - 1].x), lap.none);
             mk_next_move(slot, &lap);
+            slot->at += MK_GROUPS;
         }
+        pair = end_pair;
     }
-    slot->at += experts * nst;
     return acc;
 }
-template <uint32_t FORM> MK_DEV mk_accs mk_down_product(const mk_tile *t, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
+template <uint32_t FORM> MK_DEV mk_accs mk_down_product(const mk_tile *t, mk_down_shared shared, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
 {
     const uint32_t tiles = (t->rows + 15) / 16; /* with two sides: all four, of which the second's last may be none */
-    if (tiles == 1) return mk_down_product_as<FORM, 1>(t, slot, experts, cols, acc);
-    if (tiles == 2) return mk_down_product_as<FORM, 2>(t, slot, experts, cols, acc);
-    if (tiles == 3) return mk_down_product_as<FORM, 3>(t, slot, experts, cols, acc);
-    return mk_down_product_as<FORM, 4>(t, slot, experts, cols, acc);
+    if (tiles == 1) return mk_down_product_as<FORM, 1>(t, shared, slot, experts, cols, acc);
+    if (tiles == 2) return mk_down_product_as<FORM, 2>(t, shared, slot, experts, cols, acc);
+    if (tiles == 3) return mk_down_product_as<FORM, 3>(t, shared, slot, experts, cols, acc);
+    return mk_down_product_as<FORM, 4>(t, shared, slot, experts, cols, acc);
 }
 
 template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
@@ -198,6 +205,7 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
     const mk_vec *from = &d->sh->vec[in->wait[2].vec], *out = &d->sh->vec[in->signal_vec];
     const uint32_t nrows = d->step->nrows, n = t.rows, n_union = routes->n_union, units = mk_units(n), epoch = f->place.epoch[2], from_row = from->nslice * from->slice_packets;
     const uint32_t fit = mk_small_quot(MK_STAGING, mk_row_stride(in->expert.k)), most = min(fit & ~(MK_WARPS - 1), MK_DOWN_MOST); /* at least one expert with all rows */
+    const uint32_t share = 1 << f->plan.shared.log, whole = most & ~(share - 1);
     const bool local = from->scope == MK_LOCAL;
     const mk_unit_at u0 = mk_unit_first(d->warp, units);
     const uint32_t i0 = u0.group * MK_UNIT + d->lane;
@@ -212,15 +220,15 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
 #pragma unroll 1
     for (uint32_t j = 0; j < n_union;) {
         const uint32_t p0 = d->sh->pairs.first[j];
-        uint32_t next = min(j + most, n_union);
+        uint32_t next = min(j + whole, n_union);
 #pragma unroll 1
-        while (d->sh->pairs.first[next] - p0 > most) next--;
+        while (d->sh->pairs.first[next] - p0 > most) next = j + (next - j - 1 & ~(share - 1)); /* whole stages */
         if (j) mk_sync(); /* the batch before is multiplied */
         mk_pairs_stage<FORM>(d, routes, p0, d->sh->pairs.first[next], j, next);
         mk_sync();
         if (!j) mk_trace_input(d);
         mk_trace_bytes(d, (next - j) * n * t.nkb * MK_KBLOCK_BYTES);
-        acc = mk_down_product<FORM>(&t, &slot, next - j, nrows, acc);
+        acc = mk_down_product<FORM>(&t, f->plan.shared, &slot, next - j, nrows, acc);
         j = next;
     }
     mk_ring_pass(d, &slot);
@@ -253,67 +261,85 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
 
 /* What a segment is to this warp. */
 typedef struct mk_claim {
-    uint32_t nkb, per, nst, first, way;
-    uint32_t kb_bytes, half, tile_at, eight_at, eight_b; /* of ldmatrix: from K block to K block, to the second half of one, to the first tile, to the last eight rows of A; and of a lane that takes B's */
-    uint32_t scales, scale_row, second;                  /* from the weights to their scales, from row to row of these, from a row's first to its second */
-    uint32_t stride;                                     /* from staged pair to staged pair */
-    int edge;                                            /* rows from here on, counted from the lane's first, have the second scale */
+    uint32_t blocks, last; /* K blocks of a stage that are its own; of the group's last stage */
+    uint32_t w0, f0, x0;   /* the first one's weights and scales, from a stage's weights on; its values, from a staged pair on */
+    mk_down_steps to;
+    uint32_t half, tile_at, eight_at, eight_b; /* of ldmatrix: to the second half of a K block, to the first tile, to the last eight rows of A; and of a lane that takes B's */
+    uint32_t second;       /* from a row's first scale to its second */
+    int edge;              /* rows from here on, counted from the lane's first, have the second scale */
+    bool several;          /* an expert has more than one stage each group: what is its own is worked out for each */
 } mk_claim;
 /* How far it has come. */
 typedef struct mk_walk {
     mk_next slot;
-    uint32_t stages;       /* of the group, yet to be opened */
-    uint32_t s, turn, row; /* stage of its expert; K blocks of the partial sum before; the expert's staged pair, as the lane wants it */
-    uint32_t left, k, w;   /* of the stage that is open: the warp's K blocks yet to come; the next one, its weights */
+    uint32_t stages;        /* of the group, yet to be opened */
+    uint32_t s;             /* of several: stage of its expert */
+    uint32_t row;           /* A's expert's staged pair */
+    uint32_t left, w, f, x; /* of the stage that is open: the warp's K blocks yet to come; the next one's weights, scales, values */
 } mk_walk;
 /* Two K blocks, or A alone, or none. w: A's tiles, B's, the one they share; f: A's scales, B's. */
 template <uint32_t EIGHTS> struct mk_both {
     uint32_t w[EIGHTS][8];
     float f[2][2];
-    uint32_t x, factor; /* where the values are that they meet, and what the products are multiplied by */
+    uint32_t x, factor; /* where A's values are, and what its products are multiplied by */
     uint32_t n;         /* how many of them */
 };
 
 #define MK_DOWN_WAYS 4u /* a stage's K blocks are taken in turn by the warps of its group: there is one side */
 static_assert(MK_GROUP_WARPS == MK_DOWN_WAYS && MK_SEGMENT_ROWS <= MK_SCALE_ROWS, "two scales a row of them at most");
+static_assert(MK_SHARED_BLOCKS == MK_DOWN_WAYS, "a warp has one K block of a shared stage's expert, or two");
 
-template <uint32_t EIGHTS> MK_DEV mk_claim mk_claim_of(const mk_tile *t, const mk_lap *lap, uint32_t at, uint32_t stride)
+/* Stage s of an expert. */
+template <uint32_t FORM> MK_DEV void mk_claim_stage(mk_claim *h, const mk_tile *t, const mk_lap *lap, uint32_t s)
 {
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = (lane >> 4) * t->rows * 16;
+    const uint32_t turn = (s + 1) / MK_GROUPS * t->per; /* K blocks of the partial sum before */
+    const uint32_t kb = s * t->per, nk = t->nkb > kb ? min(t->nkb - kb, t->per) : 0, b0 = (threadIdx.x / 32 % MK_GROUP_WARPS - turn) & (MK_DOWN_WAYS - 1);
+    h->blocks = h->last = (nk + MK_DOWN_WAYS - 1 - b0) / MK_DOWN_WAYS;
+    h->w0 = h->blocks ? b0 * t->rows * MK_KBLOCK_BYTES : 0;
+    h->f0 = (kb + b0 >> 1) * 4 * t->nseg - lap->scales;
+    h->x0 = (kb + b0) * (FORM == MK_X_F16 ? 128 : 64);
+}
+/* stages: of the group. */
+template <uint32_t FORM, uint32_t EIGHTS> MK_DEV mk_claim mk_claim_of(const mk_plan *p, const mk_tile *t, const mk_lap *lap, uint32_t first, uint32_t experts, uint32_t stages)
+{
+    const uint32_t lane = threadIdx.x % 32, chunk = (lane >> 4) * t->rows * 16;
+    const mk_down_shared shared = p->shared;
     mk_claim h;
-    h.nkb = t->nkb, h.per = t->per, h.nst = t->nst;
-    h.first = mk_group_first(warp, at);
-    h.way = warp % MK_GROUP_WARPS;
-    h.kb_bytes = t->rows * MK_KBLOCK_BYTES;
+    mk_claim_stage<FORM>(&h, t, lap, first);
+    if (shared.log) {
+        h.w0 += shared.scales - lap->scales;
+        h.last *= experts - (stages - 1 << shared.log);
+        h.blocks <<= shared.log;
+    }
+    h.to = p->steps;
     h.half = t->rows * 32;
     h.tile_at = chunk + (lane & 15) * 16;
     h.eight_at = chunk + (8 * (EIGHTS - 1) + (lane & 7)) * 16;
     h.eight_b = lane & 8 ? 0xffffffffu : 0;
-    h.scales = lap->scales;
-    h.scale_row = 4 * t->nseg;
     h.second = t->nseg > 1 ? 4 : 0;
-    h.stride = stride;
     h.edge = (int)(MK_SCALE_ROWS - t->phase - (lane >> 2));
-    mk_keep(&h.first), mk_keep(&h.way), mk_keep(&h.kb_bytes), mk_keep(&h.half), mk_keep(&h.tile_at), mk_keep(&h.scales), mk_keep(&h.second), mk_keep((uint32_t *)&h.edge);
+    h.several = t->nst > MK_GROUPS;
+    mk_keep(&h.blocks), mk_keep(&h.last), mk_keep(&h.w0), mk_keep(&h.f0), mk_keep(&h.x0);
+    mk_keep(&h.half), mk_keep(&h.tile_at), mk_keep(&h.second), mk_keep((uint32_t *)&h.edge);
     if (EIGHTS & 1) mk_keep(&h.eight_at), mk_keep(&h.eight_b);
     return h;
 }
 
 /* Loads the next K blocks, if need be of the next stage, which there is. A stage may have none for this warp: it goes no further, because before the pairs are staged the
  * others cannot leave theirs. */
-template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_both_load(mk_both<EIGHTS> *b, mk_walk *y, const mk_claim *h, const mk_lap *lap)
+template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_both_load(mk_both<EIGHTS> *b, mk_walk *y, mk_claim *h, const mk_fed *fed, const mk_lap *lap)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
-    constexpr uint32_t FULL = EIGHTS / 2, VALUES = FP8 ? 128 : 64; /* VALUES: bytes of a staged K block */
+    constexpr uint32_t FULL = EIGHTS / 2;
     if (!y->left) {
         y->stages--;
-        const uint32_t kb = y->s * h->per, nk = h->nkb > kb ? min(h->nkb - kb, h->per) : 0, b0 = (h->way - y->turn) & (MK_DOWN_WAYS - 1);
         mk_stage_wait(y->slot.bar, y->slot.phase, MK_FAULT_EXPERT);
-        y->left = (nk + MK_DOWN_WAYS - 1 - b0) / MK_DOWN_WAYS;
-        y->k = kb + b0;
-        y->w = y->slot.stage + (y->left ? b0 * h->kb_bytes : 0);
+        y->left = y->stages ? h->blocks : h->last;
+        y->w = y->slot.stage + h->w0;
+        y->f = y->slot.stage + h->f0;
+        y->x = y->row + h->x0;
     }
-    const uint32_t left = y->left, to_b = left > 1 ? MK_DOWN_WAYS * h->kb_bytes : 0, w = mk_after(y->w), a = w + h->tile_at, e = w + h->eight_at + (to_b & h->eight_b);
+    const uint32_t left = y->left, to_b = left > 1 ? h->to.w_b : 0, w = mk_after(y->w), a = w + h->tile_at, e = w + h->eight_at + (to_b & h->eight_b);
 #pragma unroll
     for (uint32_t j = 0; j < FULL; j++) {
         mk_ldmatrix(b->w[j], a + 256 * j);
@@ -326,7 +352,7 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_both_load(mk_both<EIGHT
         mk_ldmatrix(b->w[EIGHTS - 1] + 4, e + h->half);
     }
     if (FP8) {
-        const uint32_t f = mk_after(y->slot.stage - h->scales) + (y->k >> 1) * h->scale_row, fb = f + (to_b ? MK_DOWN_WAYS / 2 * h->scale_row : 0);
+        const uint32_t f = mk_after(y->f), fb = f + (to_b ? h->to.f_b : 0);
         b->f[0][0] = mk_lds(f), b->f[0][1] = mk_lds(f + h->second);
         b->f[1][0] = mk_lds(fb), b->f[1][1] = mk_lds(fb + h->second);
 #pragma unroll
@@ -336,39 +362,46 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_both_load(mk_both<EIGHT
     for (uint32_t j = 0; j < EIGHTS; j++)
 #pragma unroll
         for (uint32_t i = 0; i < 8; i++) asm volatile("" : "+r"(b->w[j][i]));
-    b->x = y->row + y->k * VALUES;
+    b->x = y->x;
     b->factor = y->row;
     b->n = left;
     y->left = left > 1 ? left - 2 : 0;
-    y->k += 2 * MK_DOWN_WAYS;
-    y->w += 2 * MK_DOWN_WAYS * h->kb_bytes;
+    y->w += h->to.next_w;
+    y->f += h->to.next_f;
+    y->x += h->to.next_x;
+    y->row += h->to.next_row;
     if (!y->left) {
         mk_stage_leave(y->slot.bar + MK_EMPTY, threadIdx.x % 32, mk_words_of(b->w) | (FP8 ? mk_words_of(b->f[0]) | mk_words_of(b->f[1]) : 0), lap->none);
         mk_next_move(&y->slot, lap);
-        y->s += MK_GROUPS;
-        y->turn += h->per;
-        if (y->s >= h->nst) {
-            y->s = h->first;
-            y->turn = h->first ? h->per : 0;
-            y->row += h->stride;
+        if (__builtin_expect(h->several, 0)) {
+            const mk_tile *t = &fed->plan.tile;
+            const uint32_t first = y->s & (MK_GROUPS - 1);
+            y->s += MK_GROUPS;
+            if (y->s >= t->nst) {
+                y->s = first;
+                y->row += h->to.stage_row;
+            }
+            mk_claim_stage<FORM>(h, t, lap, y->s);
+        } else {
+            y->row += h->to.stage_row;
         }
     }
 }
 
-/* sum[i]: of the lane's row in the warp's i-th eight. b: the first K blocks. */
-template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_down_one_product(float *sum, mk_both<EIGHTS> *b, mk_walk *y, const mk_claim *h, const mk_lap *lap)
+/* sum[i]: of the lane's row in the warp's i-th eight. b: the first K blocks. x_b, factor_b: from A's values and factor to B's. */
+template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_down_one_product(float *sum, mk_both<EIGHTS> *b, mk_walk *y, mk_claim *h, uint32_t x_b, uint32_t factor_b, const mk_fed *fed, const mk_lap *lap)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     constexpr uint32_t FULL = EIGHTS / 2;
     const uint32_t lane = threadIdx.x % 32, l = FP8 ? lane >> 2 : lane; /* its column, which is B's if odd */
-    uint32_t x_at = mk_ldx_at<FP8>(lane) + (l & 1) * MK_DOWN_WAYS * (FP8 ? 128 : 64);
+    uint32_t x_at = mk_ldx_at<FP8>(lane) + (l & 1) * x_b;
     mk_keep(&x_at);
     bool more;
 #pragma unroll 1
     do {
         float part[EIGHTS][4], f[2][2];
         const uint32_t x = mk_after(b->x + x_at);
-        const float n = mk_lds(b->factor - MK_PAIR_HEAD);
+        const float n[2] = {mk_lds(b->factor - MK_PAIR_HEAD), mk_lds(b->factor + factor_b - MK_PAIR_HEAD)};
         const uint4 v0 = FP8 ? mk_ldx_f16(x) : mk_ldx_bf16(x), v1 = FP8 ? mk_ldx_f16(x + 64) : v0;
         const uint32_t n_kb = b->n;
 #pragma unroll
@@ -381,9 +414,9 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_down_one_product(float 
             }
         }
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++) f[i / 2][i % 2] = FP8 ? b->f[i / 2][i % 2] * n : n;
+        for (uint32_t i = 0; i < 4; i++) f[i / 2][i % 2] = FP8 ? b->f[i / 2][i % 2] * n[i / 2] : n[i / 2];
         more = y->left || y->stages;
-        if (more) mk_both_load<FORM, EIGHTS>(b, y, h, lap);
+        if (more) mk_both_load<FORM, EIGHTS>(b, y, h, fed, lap);
 #pragma unroll
         for (uint32_t i = 0; i < EIGHTS; i++) {
             const bool shared = i / 2 == FULL, second = FP8 && (int)(8 * i) >= h->edge;
@@ -522,14 +555,15 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
     walk.slot = memo->next;
     if (f->place.run & MK_AWAITS) mk_next_skip(&walk.slot, &lap, p->pass); /* stages of what is done aside lie before these */
     const uint32_t at = walk.slot.at;
-    const mk_claim claim = mk_claim_of<EIGHTS>(&t, &lap, at, stride);
-    walk.stages = experts * (t.nst / MK_GROUPS);
-    walk.s = claim.first;
-    walk.turn = claim.first ? t.per : 0;
+    const uint32_t begin = mk_group_first(d->warp, at), stages = (experts + (1 << p->shared.log) - 1 >> p->shared.log) * (t.nst / MK_GROUPS);
+    mk_claim claim = mk_claim_of<FORM, EIGHTS>(p, &t, &lap, begin, experts, stages);
+    const uint32_t to_next = p->shared.log && t.per == MK_SHARED_BLOCKS ? stride : 0; /* B is the next expert's */
+    walk.stages = stages;
+    walk.s = begin;
     walk.row = staged;
     walk.left = 0;
     mk_both<EIGHTS> blocks;
-    mk_both_load<FORM, EIGHTS>(&blocks, &walk, &claim, &lap);
+    mk_both_load<FORM, EIGHTS>(&blocks, &walk, &claim, f, &lap);
     const uint32_t red = mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
     uint32_t part = mk_part_at(red, n, at), sums = red + 4 * i;
     mk_keep(&part), mk_keep(&sums);
@@ -543,16 +577,17 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn
         mk_pair_ask(q, from, from + 32 * PART);
         mk_pair_map(map, words);
     }
+    claim.to = p->steps; /* once more: there are not enough registers to keep it while pairs are staged */
     mk_sync();
     mk_trace_input(d);
     mk_trace_bytes(d, experts * n * t.nkb * MK_KBLOCK_BYTES);
 
     float sum[EIGHTS] = {};
-    mk_down_one_product<FORM, EIGHTS>(sum, &blocks, &walk, &claim, &lap);
+    mk_down_one_product<FORM, EIGHTS>(sum, &blocks, &walk, &claim, to_next ? to_next : MK_DOWN_WAYS * (FORM == MK_X_F16 ? 128 : 64), to_next, f, &lap);
     if (!(d->lane & 3))
 #pragma unroll
         for (uint32_t e = 0; e < EIGHTS; e++) mk_sts32(part + 32 * e, __float_as_uint(sum[e]));
-    walk.slot.at = at + experts * t.nst;
+    walk.slot.at = at + MK_GROUPS * stages;
     if (f->place.run & MK_AWAITS) mk_aside_await(sh, f); /* it has read where its stages begin, and the sum of others is in LOCAL memory */
     __syncwarp();
     if (d->lane == 0) {

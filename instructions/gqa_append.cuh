@@ -28,12 +28,7 @@ MK_DEV void mk_gqa_turn(const mk_dev *d, const mk_gqa *g, const float *param, ui
         param += dim;
     }
 #pragma unroll 1
-    for (uint32_t i = d->lane; i < half; i += 32) {
-        float s, c, a = x[i], b = x[i + half];
-        mk_sincosf(mk_mul((float)pos, param[i]), &s, &c);
-        x[i] = mk_add(mk_mul(a, c), -mk_mul(b, s));
-        x[i + half] = mk_add(mk_mul(b, c), mk_mul(a, s));
-    }
+    for (uint32_t i = d->lane; i < half; i += 32) mk_rotate_pair(x + i, x + i + half, param[i], pos);
     __syncwarp();
 }
 

@@ -98,6 +98,27 @@ template <uint32_t T> MK_DEV void mk_gqa_prefetch(const mk_gqa_split *x, uint32_
     if (lane < 2 * T && k * MK_PAGE + warp * 8 < x->n) mk_bulk_prefetch(x->base + id * x->page_bytes + (lane % 2 * MK_PAGE + warp * 8) * x->dim * 2, 16 * x->dim);
 }
 
+/* Split `split`, of `per` pages, of a KV head's tokens up to `pos`. */
+MK_DEV mk_gqa_split mk_gqa_split_of(const mk_dev *d, const mk_gqa *g, uint32_t slot, uint32_t kv, uint32_t split, uint32_t per, uint32_t pos)
+{
+    mk_gqa_split x;
+    x.pages = d->a->page + (size_t)slot * d->a->max_pages + split * per;
+    x.base = d->a->kv + g->kv_off + 2 * mk_gqa_at(g->dim, kv, 0, 0);
+    x.page_bytes = d->a->kv_page_bytes;
+    x.n = min(pos + 1 - split * per * MK_PAGE, per * MK_PAGE);
+    x.dim = g->dim;
+    return x;
+}
+/* Its first pages on their way into registers. */
+template <uint32_t NB> MK_DEV void mk_gqa_load_first(mk_gqa_regs<NB> *m, const mk_gqa_split *x, uint32_t ids, uint32_t warp, uint32_t lane)
+{
+    mk_gqa_load<NB>(m->k, x, ids, 0, 0, warp, lane);
+    if constexpr (NB == 8)
+        mk_gqa_load_block(m->v[0], x, ids, 0, warp, lane);
+    else
+        mk_gqa_load<NB>(m->v, x, ids, 0, 1, warp, lane);
+}
+
 /* Ids of the pages from number `page` (a multiple of 32) on. */
 MK_DEV uint32_t mk_gqa_ids(const mk_gqa_split *x, uint32_t page, uint32_t lane)
 {
@@ -448,15 +469,13 @@ template <uint32_t NB> MK_DEV void mk_gqa_head(const mk_dev *d, const mk_gqa *g,
     }
 #pragma unroll 1
     for (uint32_t i = d->lane; i < half; i += 32) {
-        const float a = x[i], b = x[i + half];
         float2 turn = make_float2(0, 0);
         if (ahead && i < MK_ANGLES)
             turn = ahead[i];
         else
             mk_sincosf(mk_mul((float)d->step->row[0].pos, __ldg(param + i)), &turn.x, &turn.y);
-        const float s = turn.x, c = turn.y;
-        x[i] = mk_add(mk_mul(a, c), -mk_mul(b, s));
-        x[i + half] = mk_add(mk_mul(b, c), mk_mul(a, s));
+        const float2 y = mk_rotated(x[i], x[i + half], turn);
+        x[i] = y.x, x[i + half] = y.y;
     }
     __syncwarp();
 }
@@ -497,12 +516,7 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
 #pragma unroll 1
     for (uint32_t i = g->part; i < items; i += g->parts) {
         const uint32_t split = mk_small_quot(i, g->kv_heads), kv = i - split * g->kv_heads, first = split * per * MK_PAGE;
-        mk_gqa_split x;
-        x.pages = d->a->page + (size_t)row->slot * d->a->max_pages + split * per;
-        x.base = d->a->kv + g->kv_off + 2 * mk_gqa_at(dim, kv, 0, 0);
-        x.page_bytes = d->a->kv_page_bytes;
-        x.n = min(pos + 1 - first, per * MK_PAGE);
-        x.dim = dim;
+        const mk_gqa_split x = mk_gqa_split_of(d, g, row->slot, kv, split, per, pos);
         const bool last = first + x.n == pos + 1;
 #pragma unroll 1
         for (uint32_t h0 = 0; h0 < group; h0 += MK_GQA_HEADS) {
@@ -518,11 +532,7 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
                 ids = f->place.page[d->lane % MK_AHEAD_PAGES];
             else
                 ids = mk_gqa_ids(&x, 0, d->lane);
-            mk_gqa_load<NB>(regs.k, &x, ids, 0, 0, d->warp, d->lane);
-            if constexpr (NB == 8)
-                mk_gqa_load_block(regs.v[0], &x, ids, 0, d->warp, d->lane);
-            else
-                mk_gqa_load<NB>(regs.v, &x, ids, 0, 1, d->warp, d->lane);
+            mk_gqa_load_first<NB>(&regs, &x, ids, d->warp, d->lane);
             if (begun) mk_sync(); /* the heads before are through with shared memory */
 #pragma unroll 1
             for (; h < all; h += MK_WARPS) {
@@ -617,18 +627,18 @@ template <uint32_t NB> MK_DEV void mk_gqa_stage(const mk_dev *d, const mk_gqa *g
 #pragma unroll 1
         for (uint32_t c = d->lane; c < 32 * blocks; c += 32) {
             const bool pair = c < half;
-            float sine = 0, cosine = 1;
+            float2 turn = make_float2(0, 1);
             if (c >= half && c < 2 * half) continue; /* with the first half */
-            if (pair) mk_sincosf(mk_mul((float)d->step->row[r].pos, __ldg(frequency + c)), &sine, &cosine);
+            if (pair) mk_sincosf(mk_mul((float)d->step->row[r].pos, __ldg(frequency + c)), &turn.x, &turn.y);
 #pragma unroll 1
             for (uint32_t j = 0; j < side; j++) {
                 uint8_t *plane = d->sh->staging + (h + j) / MK_GQA_HEADS * mk_att_plane_bytes(blocks);
                 const float *x = raw + j * dim + c;
                 float a = c < dim ? x[0] : 0;
                 if (pair) {
-                    const float b = x[half];
-                    mk_gqa_put_value(plane, (h + j) % MK_GQA_HEADS, c + half, mk_add(mk_mul(b, cosine), mk_mul(a, sine)));
-                    a = mk_add(mk_mul(a, cosine), -mk_mul(b, sine));
+                    const float2 y = mk_rotated(a, x[half], turn);
+                    mk_gqa_put_value(plane, (h + j) % MK_GQA_HEADS, c + half, y.y);
+                    a = y.x;
                 }
                 mk_gqa_put_value(plane, (h + j) % MK_GQA_HEADS, c, a);
             }
@@ -653,14 +663,9 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
         together = mk_gqa_together(g, row, rows - r);
         const uint32_t pos = row[together - 1].pos, per = mk_split_pages(pos, g->grain, g->most), items = (mk_small_quot(pos / MK_PAGE, per) + 1) * g->kv_heads;
 #pragma unroll 1
-        for (uint32_t i = g->part >= base ? g->part - base : g->part + g->parts - base; i < items; i += g->parts) {
+        for (uint32_t i = mk_first_item(g->part, g->parts, base); i < items; i += g->parts) {
             const uint32_t split = mk_small_quot(i, g->kv_heads), kv = i - split * g->kv_heads, first = split * per * MK_PAGE;
-            mk_gqa_split x;
-            x.pages = d->a->page + (size_t)row->slot * d->a->max_pages + split * per;
-            x.base = d->a->kv + g->kv_off + 2 * mk_gqa_at(dim, kv, 0, 0);
-            x.page_bytes = d->a->kv_page_bytes;
-            x.n = min(pos + 1 - first, per * MK_PAGE);
-            x.dim = dim;
+            const mk_gqa_split x = mk_gqa_split_of(d, g, row->slot, kv, split, per, pos);
             uint32_t before = 0; /* rows that end before the split */
             while (row[before].pos < first) before++;
 #pragma unroll 1
@@ -682,14 +687,7 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
                     waited = true;
                 }
                 mk_gqa_regs<NB> regs;
-                const auto load = [&] {
-                    mk_gqa_load<NB>(regs.k, &x, ids, 0, 0, d->warp, d->lane);
-                    if constexpr (NB == 8)
-                        mk_gqa_load_block(regs.v[0], &x, ids, 0, d->warp, d->lane);
-                    else
-                        mk_gqa_load<NB>(regs.v, &x, ids, 0, 1, d->warp, d->lane);
-                };
-                load();
+                mk_gqa_load_first<NB>(&regs, &x, ids, d->warp, d->lane);
                 mk_sync();
                 if (!begun) mk_trace_input(d);
                 begun = true;
@@ -710,12 +708,12 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
                         float most, sum;
                         e.turn = b * ((x.n + MK_PAGE - 1) / MK_PAGE);
                         mk_gqa_attend_blocks<false>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc[0], &most, &sum);
-                        if (!stay && h + MK_GQA_HEADS < y.n) load();
+                        if (!stay && h + MK_GQA_HEADS < y.n) mk_gqa_load_first<NB>(&regs, &x, ids, d->warp, d->lane);
                         mk_gqa_give(acc[0], most, sum, dim, heads, [&](uint32_t k) { return mk_gqa_partial_at(&y, h + k); }, (float *)0, d->warp, d->lane);
                     } else {
                         e.turn = b & 1;
                         mk_gqa_attend<NB, false>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc);
-                        if (!stay && h + MK_GQA_HEADS < y.n) load();
+                        if (!stay && h + MK_GQA_HEADS < y.n) mk_gqa_load_first<NB>(&regs, &x, ids, d->warp, d->lane);
                         float *area = mk_gqa_scratch(d->sh, dim, MK_GQA_EIGHTS) + (NB == 2 ? e.turn : 0) * MK_WARPS * mk_gqa_sums<NB>::WARP;
                         if (NB == 4 && b) mk_sync(); /* the sums before are read; smaller ones lie in two places by turns */
                         mk_gqa_leave<NB>(area, acc, d->warp, d->lane);

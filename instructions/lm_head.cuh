@@ -14,8 +14,9 @@ MK_DEV void mk_stats_publish(const mk_dev *d, uint32_t row, float max, uint32_t 
     mk_packet_store(p + 1, 0, 0, 0, epoch);
 }
 
-/* A row's statistics are a warp's; the others are needed for them no more once the sums are there. With one row they go on with the next piece, which comes to lie in the other half of the
- * reduction area: only the next but one, behind whose product there is a barrier, takes this one's place. Whose turn it is goes round, and from group to group, so that nobody lags behind. */
+/* A row's statistics are a warp's; the others are needed for them no more once the sums are there. With one row they go on with the next piece, whose sums come to lie in the other half of the
+ * reduction area: those behind it are put in this half, and before that is the next piece's barrier, which this warp comes to as well. Whose turn it is goes round, and from group to group, so
+ * that nobody lags behind. (A traced step's piece ends when thread 0 is done with it.) */
 MK_DEV uint32_t mk_lm_head_turn(uint32_t n)
 {
     return (n & 1) * MK_GROUP_WARPS + (n >> 1) % MK_GROUP_WARPS;

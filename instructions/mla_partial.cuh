@@ -129,14 +129,38 @@ MK_DEV void mk_mla_angles_make(const mk_dev *d, const mk_mla *m)
         mk_mla_angles(d->sh)[i] = make_float2(s, c);
     }
 }
-/* The queries of heads [h0, h0 + heads) of row r by the host's table (mk_queries_places): a thread a packet of q_pe, then q~. */
+/* By the host's table (mk_queries_places): the pairs of head h's q_pe that packet x carries, `turn` being its word; angle: of a pair. */
+template <typename A> MK_DEV void mk_mla_put_turned(mk_shared *sh, const mk_mla *m, const mk_att_queries *of, uint32_t h, uint32_t turn, uint4 x, A angle)
+{
+#pragma unroll 1
+    for (uint32_t j = 0; j < MK_TURN_PAIRS(turn); j++) {
+        const uint32_t p = MK_TURN_PAIR(turn) + j, word = j == 0 ? x.x : j == 1 ? x.y : x.z;
+        if (p >= m->rope / 2u) continue;
+        float2 y = make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+        if (m->rotary) y = mk_rotated(y.x, y.y, angle(p));
+        mk_att_put(sh->staging, of, h, m->latent + 2 * p, y.x, y.y);
+    }
+}
+/* And the words of a packet of q~, whose places `to` says; keep: what counts of a place, whose bit for heads above seven (mk_att_byte) does only where an item may have as many. */
+MK_DEV uint32_t mk_mla_keep(bool two)
+{
+    return two ? 0xffffffffu : ~0x00040004u;
+}
+MK_DEV void mk_mla_put_placed(uint32_t q, uint2 to, uint32_t keep, uint4 x)
+{
+    const uint32_t lo = to.x & keep, hi = to.y & keep;
+    if (~lo & 0x8000u) mk_sts32(q + (lo & 0xffffu), x.x);
+    if (~lo & 0x80000000u) mk_sts32(q + (lo >> 16), x.y);
+    if (~hi & 0x8000u) mk_sts32(q + (hi & 0xffffu), x.z);
+}
+/* The queries of heads [h0, h0 + heads) of row r by that table: a thread a packet of q_pe, then q~. */
 template <uint32_t NH> MK_DEV void mk_mla_queries(const mk_dev *d, const mk_mla *m, uint32_t table, uint32_t r, uint32_t h0, uint32_t heads)
 {
     constexpr uint32_t NP = 3; /* packets in flight: eight heads of 512 are 683 */
     static_assert(MK_ATT_HEADS * MK_TURN_SLOTS <= MK_COMPUTE, "a thread a packet");
     const uint32_t *const map = d->a->map + table;
     const mk_wait *w = &d->in->wait[0], *v = &d->in->wait[1];
-    const uint32_t h = d->tid / MK_TURN_SLOTS, end = __ldg(map + h0 + heads), keep = NH > 1 ? 0xffffffffu : ~0x00040004u; /* heads above seven: mk_att_byte */
+    const uint32_t h = d->tid / MK_TURN_SLOTS, end = __ldg(map + h0 + heads), keep = mk_mla_keep(NH > 1);
     const uint32_t turn = m->rope && h < heads ? __ldg(map + m->heads + 1 + h0 * MK_TURN_SLOTS + d->tid) : 0;
     const uint4 *pe = mk_wait_packets(d, v, &d->sh->vec[v->vec], r), *packets = mk_wait_packets(d, w, &d->sh->vec[w->vec], r);
     const uint32_t epoch = mk_wait_epoch(d, w), pe_epoch = mk_wait_epoch(d, v), q = mk_smem(d->sh->staging), at[1] = {MK_TURN_PACKET(turn)};
@@ -163,23 +187,11 @@ template <uint32_t NH> MK_DEV void mk_mla_queries(const mk_dev *d, const mk_mla 
         if (!turned) {
             turned = true;
             mk_packets_wait(pe, at, turn != 0, pe_epoch, 1, r, 0, y);
-#pragma unroll 1
-            for (uint32_t j = 0; j < MK_TURN_PAIRS(turn); j++) {
-                const uint32_t p = MK_TURN_PAIR(turn) + j, word = j == 0 ? y[0].x : j == 1 ? y[0].y : y[0].z;
-                if (p >= m->rope / 2u) continue;
-                float2 z = make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
-                if (m->rotary) z = mk_rotated(z.x, z.y, mk_mla_angles(d->sh)[r * m->rope / 2 + p]);
-                mk_att_put(d->sh->staging, &of, h, m->latent + 2 * p, z.x, z.y);
-            }
+            mk_mla_put_turned(d->sh, m, &of, h, turn, y[0], [&](uint32_t p) { return mk_mla_angles(d->sh)[r * m->rope / 2 + p]; });
         }
         mk_packets_wait_every(packets + i, MK_COMPUTE, wanted, epoch, 0, r, i, x);
 #pragma unroll
-        for (uint32_t k = 0; k < NP; k++) {
-            const uint32_t lo = to[k].x & keep, hi = to[k].y & keep;
-            if (~lo & 0x8000u) mk_sts32(q + (lo & 0xffffu), x[k].x);
-            if (~lo & 0x80000000u) mk_sts32(q + (lo >> 16), x[k].y);
-            if (~hi & 0x8000u) mk_sts32(q + (hi & 0xffffu), x[k].z);
-        }
+        for (uint32_t k = 0; k < NP; k++) mk_mla_put_placed(q, to[k], keep, x[k]);
     }
 }
 
@@ -202,7 +214,7 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_items(const mk_insn *in)
         const uint32_t pos = row[together - 1].pos, per = mk_split_pages(pos, m->grain, m->most), group = mk_head_group(pos, m->heads);
         const mk_divisor groups = mk_div_by((m->heads + group - 1) / group);
         const uint32_t items = (mk_page_quot(pos / MK_PAGE, per) + 1) * groups.n;
-        uint32_t i = m->part >= base ? m->part - base : m->part + m->parts - base;
+        uint32_t i = mk_first_item(m->part, m->parts, base);
         base = (base + items) % m->parts;
         if (mk_mla_eights(m, row) != NH) continue;
 #pragma unroll 1
@@ -385,7 +397,7 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
     const mk_mla *m = &f->in.mla;
     const mk_mla_share item = mk_mla_share_of(m, sh->step.row[0].pos, m->part);
     const uint32_t two = mk_mla_eights(m, &sh->step.row[0]) > 1; /* of the row: its last item may have fewer heads, and is dealt with alike */
-    const uint32_t tid = warp * 32 + lane, table = f->plan.queries, keep = two ? 0xffffffffu : ~0x00040004u; /* heads above seven: mk_att_byte */
+    const uint32_t tid = warp * 32 + lane, table = f->plan.queries, keep = mk_mla_keep(two);
     const uint32_t *const map = sh->args.map, end = __ldg(map + (table + item.h0 + item.heads));
     uint32_t i = __ldg(map + (table + item.h0)) + tid, h = tid / MK_TURN_SLOTS;
     const uint32_t *turns = map + (table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + tid);
@@ -397,14 +409,7 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
         const uint32_t packet = MK_TURN_PACKET(turn), epoch = f->place.epoch[1];
         uint4 x[1] = {{0, 0, 0, turn ? ~epoch : epoch}};
         mk_aside_wait<1>(f->place.in[1] + packet, 0, epoch, 1, packet, x);
-#pragma unroll 1
-        for (uint32_t j = 0; j < MK_TURN_PAIRS(turn); j++) {
-            const uint32_t p = MK_TURN_PAIR(turn) + j, word = j == 0 ? x[0].x : j == 1 ? x[0].y : x[0].z;
-            if (p >= m->rope / 2u) continue;
-            float2 y = make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
-            if (m->rotary) y = mk_rotated(y.x, y.y, sh->angle[p]);
-            mk_att_put(sh->staging, &of, h, m->latent + 2 * p, y.x, y.y);
-        }
+        mk_mla_put_turned(sh, m, &of, h, turn, x[0], [&](uint32_t p) { return sh->angle[p]; });
         h += EVERY / MK_TURN_SLOTS, turns += EVERY;
         turn = h < item.heads ? __ldg(turns) : 0;
     }
@@ -422,12 +427,7 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
         for (uint32_t k = 0; k < NP; k++) x[k].w = to[k].x & 0x8000u ? epoch : ~epoch;
         mk_aside_wait<NP>(f->place.in[0] + i, EVERY, epoch, 0, i, x);
 #pragma unroll
-        for (uint32_t k = 0; k < NP; k++) {
-            const uint32_t lo = to[k].x & keep, hi = to[k].y & keep;
-            if (~lo & 0x8000u) mk_sts32(q + (lo & 0xffffu), x[k].x);
-            if (~lo & 0x80000000u) mk_sts32(q + (lo >> 16), x[k].y);
-            if (~hi & 0x8000u) mk_sts32(q + (hi & 0xffffu), x[k].z);
-        }
+        for (uint32_t k = 0; k < NP; k++) mk_mla_put_placed(q, to[k], keep, x[k]);
     }
 }
 

@@ -9,7 +9,7 @@
 static_assert(MK_GROUPS * MK_GROUP_WARPS == MK_WARPS && MK_GROUPS == 2 && MK_STAGES % MK_GROUPS == 0, "a slot has one group");
 /* Who goes past the stages of others (mk_next_skip) has not seen them full, and must not look at a slot whose last use but one that was: what it looks at first was before them all,
  * and when it has had a stage of its own, pacing has seen to it that all but the last few before that are full. */
-static_assert(MK_PACE && MK_PACE + MK_GROUPS <= MK_STAGES, "mk_next_skip");
+static_assert(MK_PACE && MK_PACE <= MK_PACE_UP && MK_PACE_UP + MK_GROUPS <= MK_STAGES, "mk_next_skip");
 static_assert(16 * MK_TILES == MK_SIDE_ROWS, "a warp's tiles");
 
 /* Results of a warp's tiles, m16n8's fragment: rows lane / 4 (x, y) and that + 8 (z, w), batch rows 2 * (lane % 4) (x, z) and the next (y, w). */

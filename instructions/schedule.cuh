@@ -316,12 +316,15 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go)
 
 /* Epochs repeat after 2^32 / MK_EPOCH_STRIDE steps, and a row that few steps have keeps its packets as long (megakernel/exchange.h,
  * mk_exchange_sweep). Now nobody reads or writes packets: SAMPLE has seen every worker's last publication, and the next step begins with the
- * descriptor, which is stored after the fence. */
+ * descriptor, which is stored after the fence. In a step without logits SAMPLE waits for nobody: a sweep that is due there is put off to the next that has some. */
 MK_DEV void mk_schedule_sweep(const mk_dev *d)
 {
     const mk_gpu_args *a = d->a;
     const uint32_t next = d->step->seq + 1, base = a->epoch0 + next * MK_EPOCH_STRIDE;
-    if (next % a->sweep) return;
+    if (next % a->sweep && !d->sh->sweep_due) return;
+    mk_sync(); /* everybody has looked */
+    if (d->tid == 0) d->sh->sweep_due = !d->step->any_logits;
+    if (!d->step->any_logits) return;
     for (uint32_t i = d->tid; i < a->packets; i += MK_COMPUTE) mk_packet_store((uint4 *)a->exchange + i, 0, 0, 0, base);
     __threadfence();
     mk_sync();

@@ -84,7 +84,8 @@ typedef struct mk_seg {
     uint8_t per_most, per_less; /* K blocks a stage: of slices of `most` rows, of shorter ones */
     uint8_t most;
     uint8_t blank; /* EXPERT_DOWN: an empty stage after each segment makes their number even */
-    uint8_t flags, pad;
+    uint8_t flags;
+    uint8_t share; /* EXPERT_DOWN: mk_down_shared.log */
     uint32_t route; /* MK_SEG_ROUTED: where in the LOCAL vectors */
 } mk_seg;
 static_assert(sizeof(mk_seg) == 48 && offsetof(mk_seg, T) == 28, "three 16-byte loads");
@@ -126,6 +127,18 @@ typedef struct mk_tile {
     uint32_t halves, nseg, phase;        /* scale segments: isa.h */
     uint32_t shift;                      /* K blocks a scale row: mk_scale_shift */
 } mk_tile;
+/* EXPERT_DOWN: 1 << log experts share a stage, whose halves lie there one after the other, each behind so many bytes of scales: from where the ring's scales begin. 0: each expert has stages of
+ * its own, as all segments have. */
+typedef struct mk_down_shared {
+    uint16_t log, scales;
+} mk_down_shared;
+#define MK_SHARED_LOG    2u /* at most */
+#define MK_SHARED_BLOCKS 4u /* a half has so many K blocks, or twice as many */
+/* EXPERT_DOWN of one row, whose warps take two K blocks at once, A and B: from A's weights and scales to B's; to those of the next A, its values, its expert's staged pair; of the staged pair, from
+ * the end of a stage to the next. */
+typedef struct mk_down_steps {
+    uint32_t w_b, f_b, next_w, next_f, next_x, next_row, stage_row;
+} mk_down_steps;
 /* The vector of wait 0 as an instruction wants it. */
 typedef struct mk_input {
     uint32_t in_off, k; /* values [in_off, in_off + k) */
@@ -156,6 +169,7 @@ typedef struct mk_plan {
     alignas(16) mk_tile tile; /* GEMV, LM_HEAD, ROUTER; EXPERT_UP: the longest slice; EXPERT_DOWN: an expert's, nst is even */
     union {
         mk_input x;           /* GEMV, LM_HEAD, EXPERT_UP, ROUTE */
+        mk_down_steps steps;  /* EXPERT_DOWN */
         uint32_t queries;     /* MLA_PARTIAL: its table in mk_gpu_args.map (mk_queries_places), 0: none */
         struct {
             mk_newest newest; /* GQA_PARTIAL */
@@ -178,7 +192,11 @@ typedef struct mk_plan {
         uint32_t gate_at;     /* the gate's packet, from the first of wait 2 */
         uint32_t pass;        /* EXPERT_UP, EXPERT_DOWN with MK_END_ASIDE: stages of what is done aside, which it goes past */
     };
-    uint32_t magic, less;     /* EXPERT_UP: of a division by T; MK_STAGES_WORD of slices shorter than the tile */
+    uint32_t magic;           /* EXPERT_UP: of a division by T */
+    union {
+        uint32_t less;        /* EXPERT_UP: MK_STAGES_WORD of slices shorter than the tile */
+        mk_down_shared shared; /* EXPERT_DOWN */
+    };
     union {
         uint64_t tape;        /* DELTA_STEP: its segments, in the tape region */
         uint32_t gain;        /* an RMS norm, packets dealt: in mk_gpu_args.map, the gammas of wait 0's packets: gains.cuh */
@@ -376,6 +394,7 @@ typedef struct mk_shared {
     volatile uint32_t bus;              /* enum mk_bus: who looks */
     volatile uint32_t published;        /* steps; the last of them is sched.next */
     uint32_t idle;                      /* SCHEDULE's looks */
+    uint32_t sweep_due;                 /* of the exchange (mk_schedule_sweep) */
     alignas(16) mk_sched sched;
     mk_sched_slot st[MK_NEAR_SLOTS]; /* where there are no more than that; else they are in device memory */
     uint32_t active[MK_NEAR_SLOTS];

@@ -348,6 +348,7 @@ static int ring_takes(const mk_gpu *g, const mk_insn *in)
 }
 static_assert((232448 - sizeof(mk_shared) - MK_TILE_BYTES - 6144) / MK_STAGES / 128 * 128 >= MK_PAGE / MK_CACHE_STAGES * 2 * (512 + 64) + MK_CACHE_SKEW,
               "the ring takes 512 + 64 values of bf16 on an H200, beside the LOCAL vectors of kimi-linear-48b, which have 6,016 bytes");
+static_assert((232448 - sizeof(mk_shared) - MK_TILE_BYTES - 6016) / MK_STAGES / 128 * 128 >= 2 * (64 + 8 * 18 * MK_KBLOCK_BYTES), "and two of its experts share a stage: halves of 1,024 values, 18 rows");
 /* Pages of the cache of MLA_PARTIAL number k. */
 static mk_seg cache_seg(const mk_insn *in, uint32_t k)
 {
@@ -377,6 +378,16 @@ static mk_seg routed_seg(const mk_gpu *g, const mk_insn *route)
     return s;
 }
 
+/* How many experts share a stage of EXPERT_DOWN (binary logarithm): halves of a warp's one or two K blocks, and as many as there is room for in a stage and, with all rows, in the staging area. */
+static uint8_t shared_by(const mk_gpu *g, const mk_expert *e, const mk_seg *s)
+{
+    const uint32_t per = s->per_most, half = s->scales + per * e->n * MK_KBLOCK_BYTES, pairs = MK_STAGING / mk_row_stride(e->k);
+    uint8_t log = 0;
+    if ((per != MK_SHARED_BLOCKS && per != 2 * MK_SHARED_BLOCKS) || s->nkb != MK_GROUPS * per || e->n > MK_SIDE_ROWS) return 0;
+    while (log < MK_SHARED_LOG && half << (log + 1) <= g->args.ring.stride && MK_MAX_ROWS << (log + 1) <= pairs) log++;
+    return log;
+}
+
 /* EXPERT_UP, EXPERT_DOWN. route: the ROUTE of its queue that is to be waited for, NULL: none. */
 static mk_seg expert_seg(const mk_gpu *g, const mk_insn *in, const mk_insn *route)
 {
@@ -398,15 +409,23 @@ static mk_seg expert_seg(const mk_gpu *g, const mk_insn *in, const mk_insn *rout
     s.per_less = (uint8_t)kblocks_of(&g->args.ring, in, less, &nkb);
     s.nkb = (uint16_t)nkb;
     s.blank = !up && stages_of(&s, s.per_most) % MK_GROUPS;
+    s.share = up ? 0 : shared_by(g, e, &s);
     return s;
 }
 
-/* An expert's segment of EXPERT_DOWN. */
-static mk_tile down_tile(const mk_insn *in, const mk_seg *s)
+/* EXPERT_DOWN: an expert's segment, and how it lies in stages. */
+static void down_plan(const mk_insn *in, const mk_seg *s, mk_plan *p)
 {
     const mk_expert *e = &in->expert;
-    const mk_tile t = {e->wtype, e->n, s->nkb, s->per_most, stages_of(s, s->per_most) + s->blank, 1, e->nseg, e->phase, 1};
-    return t;
+    const uint32_t per = s->per_most, block = e->n * MK_KBLOCK_BYTES, scale_row = 4 * e->nseg, half = s->scales + per * block, stride = mk_row_stride(e->k), values = e->wtype == MK_W_FP8 ? 128 : 64;
+    p->tile = {e->wtype, e->n, s->nkb, per, stages_of(s, per) + s->blank, 1, e->nseg, e->phase, 1};
+    p->shared = {s->share, (uint16_t)s->scales};
+    p->steps = {4 * block, 2 * scale_row, 8 * block, 4 * scale_row, 8 * values, 0, stride};
+    if (!s->share) return;
+    if (per == MK_SHARED_BLOCKS) /* B is the next expert's */
+        p->steps = {half, half, 2 * half, 2 * half, 2 * stride, 2 * stride, 0};
+    else
+        p->steps = {4 * block, 2 * scale_row, half, half, stride, stride, 0};
 }
 
 /* Bytes of the staging area that EXPERT_DOWN's pairs of one row take. */
@@ -553,7 +572,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
                 break;
             case MK_OP_EXPERT_DOWN:
                 seg[n_seg] = expert_seg(g, in, route);
-                plan[k].tile = down_tile(in, &seg[n_seg++]);
+                down_plan(in, &seg[n_seg++], &plan[k]);
                 pairs_plan(g, in, &plan[k]);
                 break;
             case MK_OP_MLA_PARTIAL:

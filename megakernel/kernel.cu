@@ -605,6 +605,29 @@ MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scales, ui
     return true;
 }
 
+/* Streams the halves of some experts that share two stages (mk_down_shared), each behind its scales: n of them, whose numbers are `expert`. slice: of expert 0; half: bytes of weights. False: leave. */
+MK_DEV bool feed_shared(mk_feed *f, const uint16_t *expert, uint32_t n, const uint8_t *slice, uint64_t stride, uint32_t scales, uint32_t half)
+{
+#pragma unroll 1
+    for (uint32_t done = 0; done < 2 * half; done += half) {
+        if (!feed_room(f)) return false;
+        if (f->unloaded) {
+            mk_mbar_arrive(f->bar);
+        } else {
+            mk_mbar_expect(f->bar, n * (scales + half));
+            uint32_t to = f->to - f->scales;
+#pragma unroll 1
+            for (uint32_t i = 0; i < n; i++, to += scales + half) {
+                const uint8_t *segment = slice + expert[i] * stride;
+                mk_bulk_copy(to + scales, segment + scales + done, half, f->bar, f->policy);
+                if (scales) mk_bulk_copy(to, segment, scales, f->bar, f->policy);
+            }
+        }
+        feed_next(f);
+    }
+    return true;
+}
+
 /* A stage of nothing. */
 MK_DEV bool feed_blank(mk_feed *f)
 {
@@ -693,11 +716,11 @@ typedef struct mk_slices {
     union {
         uint32_t magic, stage;
     };
-    uint32_t scales, T, inter, nkb, rows, t, per_most, per_less, most, blank;
+    uint32_t scales, T, inter, nkb, rows, t, per_most, per_less, most, blank, share;
 } mk_slices;
 MK_DEV mk_slices slices_of(const uint8_t *region, mk_seg s)
 {
-    mk_slices w = {(uint64_t)region + s.base, s.stride, {s.slice_stride}, {s.magic}, s.scales, s.T, s.inter, s.nkb, s.rows, s.t, s.per_most, s.per_less, s.most, s.blank};
+    mk_slices w = {(uint64_t)region + s.base, s.stride, {s.slice_stride}, {s.magic}, s.scales, s.T, s.inter, s.nkb, s.rows, s.t, s.per_most, s.per_less, s.most, s.blank, s.share};
     asm volatile("" : "+l"(w.base), "+l"(w.stride)); /* now: later every instruction counts */
     mk_keep(&w.slice_stride), mk_keep(&w.scales), mk_keep(&w.magic), mk_keep(&w.T), mk_keep(&w.inter), mk_keep(&w.nkb);
     mk_keep(&w.rows), mk_keep(&w.t), mk_keep(&w.per_most), mk_keep(&w.per_less), mk_keep(&w.most), mk_keep(&w.blank);
@@ -744,7 +767,10 @@ MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
                 n_union = on ? routes->n_union : 0;
             }
             const mk_divisor by_T = {w.magic, w.T};
-            const uint32_t all = chosen ? n_union * w.T : 1, step = w.rows ? w.T : a->workers; /* EXPERT_DOWN: the same slice of every expert; EXPERT_UP: slices of all experts are dealt round */
+            const uint8_t *slice = (const uint8_t *)w.base + (uint64_t)w.t * w.slice_stride;
+            for (uint32_t j = 0; chosen && w.share && j < n_union && on; j += 1 << w.share)
+                on = feed_shared(&f, routes->expert + j, min(1u << w.share, n_union - j), slice, w.stride, w.scales, w.per_most * w.rows * MK_KBLOCK_BYTES);
+            const uint32_t all = !chosen ? 1 : w.share ? 0 : n_union * w.T, step = w.rows ? w.T : a->workers; /* EXPERT_DOWN: the same slice of every expert; EXPERT_UP: slices of all experts are dealt round */
             for (uint32_t k = !chosen ? 0 : w.rows ? w.t : worker; k < all && on; k += step) {
                 const uint8_t *segment = (const uint8_t *)w.base;
                 uint32_t bytes = w.bytes, stage = w.stage;
@@ -813,7 +839,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         mk_mbar_init(&sh->aside_done, MK_ASIDES * MK_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
-        sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->draw_met = sh->current = sh->aborted = 0;
+        sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->sweep_due = sh->draw_met = sh->current = sh->aborted = 0;
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
         sh->trace.on = sh->trace.weights = 0;
