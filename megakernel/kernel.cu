@@ -605,29 +605,6 @@ MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scales, ui
     return true;
 }
 
-/* Streams the halves of some experts that share two stages (mk_down_shared), each behind its scales: n of them, whose numbers are `expert`. slice: of expert 0; half: bytes of weights. False: leave. */
-MK_DEV bool feed_shared(mk_feed *f, const uint16_t *expert, uint32_t n, const uint8_t *slice, uint64_t stride, uint32_t scales, uint32_t half)
-{
-#pragma unroll 1
-    for (uint32_t done = 0; done < 2 * half; done += half) {
-        if (!feed_room(f)) return false;
-        if (f->unloaded) {
-            mk_mbar_arrive(f->bar);
-        } else {
-            mk_mbar_expect(f->bar, n * (scales + half));
-            uint32_t to = f->to - f->scales;
-#pragma unroll 1
-            for (uint32_t i = 0; i < n; i++, to += scales + half) {
-                const uint8_t *segment = slice + expert[i] * stride;
-                mk_bulk_copy(to + scales, segment + scales + done, half, f->bar, f->policy);
-                if (scales) mk_bulk_copy(to, segment, scales, f->bar, f->policy);
-            }
-        }
-        feed_next(f);
-    }
-    return true;
-}
-
 /* A stage of nothing. */
 MK_DEV bool feed_blank(mk_feed *f)
 {
@@ -727,6 +704,31 @@ MK_DEV mk_slices slices_of(const uint8_t *region, mk_seg s)
     return w;
 }
 
+/* Streams the halves of some experts that share two stages (mk_down_shared), each behind its scales: n of them, whose numbers are `expert`. False: leave. */
+MK_DEV bool feed_shared(mk_feed *f, const mk_slices *w, const uint16_t *expert, uint32_t n)
+{
+    const uint8_t *slice = (const uint8_t *)w->base + (uint64_t)w->t * w->slice_stride;
+    const uint32_t half = w->per_most * w->rows * MK_KBLOCK_BYTES, each = w->scales + half;
+#pragma unroll 1
+    for (uint32_t done = 0; done < 2 * half; done += half) {
+        if (!feed_room(f)) return false;
+        if (f->unloaded) {
+            mk_mbar_arrive(f->bar);
+        } else {
+            mk_mbar_expect(f->bar, n * each);
+            uint32_t to = f->to - f->scales;
+#pragma unroll 1
+            for (uint32_t i = 0; i < n; i++, to += each) {
+                const uint8_t *segment = slice + expert[i] * w->stride;
+                mk_bulk_copy(to + w->scales, segment + w->scales + done, half, f->bar, f->policy);
+                if (w->scales) mk_bulk_copy(to, segment, w->scales, f->bar, f->policy);
+            }
+        }
+        feed_next(f);
+    }
+    return true;
+}
+
 /* All that the worker's queue multiplies, in its order, over instruction, layer and step boundaries, as far as the ring has room. A description comes from device memory: it is asked for
  * before the one before it is streamed. */
 MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
@@ -767,9 +769,8 @@ MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
                 n_union = on ? routes->n_union : 0;
             }
             const mk_divisor by_T = {w.magic, w.T};
-            const uint8_t *slice = (const uint8_t *)w.base + (uint64_t)w.t * w.slice_stride;
-            for (uint32_t j = 0; chosen && w.share && j < n_union && on; j += 1 << w.share)
-                on = feed_shared(&f, routes->expert + j, min(1u << w.share, n_union - j), slice, w.stride, w.scales, w.per_most * w.rows * MK_KBLOCK_BYTES);
+            for (uint32_t j = 0; w.share && j < n_union && on; j += 1 << w.share)
+                on = feed_shared(&f, &w, routes->expert + j, min(1u << w.share, n_union - j));
             const uint32_t all = !chosen ? 1 : w.share ? 0 : n_union * w.T, step = w.rows ? w.T : a->workers; /* EXPERT_DOWN: the same slice of every expert; EXPERT_UP: slices of all experts are dealt round */
             for (uint32_t k = !chosen ? 0 : w.rows ? w.t : worker; k < all && on; k += step) {
                 const uint8_t *segment = (const uint8_t *)w.base;
