@@ -15,11 +15,13 @@ typedef struct case_spec {
 
 /* The spec after s; NULL: the first; NULL after the last. */
 const case_spec *case_next(const case_spec *s);
+/* The spec of that name; NULL: there is none. */
+const case_spec *case_named(const char *op, const char *name);
 
 /* A negative control: the twin runs the case's opcode with instructions made wrong, or the GPU's result is spoiled. */
 typedef struct case_wrong {
     const char *name;
-    const case_spec *of;
+    const char *op, *of; /* the case */
     void (*make_wrong)(mk_insn *in); /* NULL: spoil */
     void (*spoil)(mk_case *c);
 } case_wrong;

@@ -91,6 +91,13 @@ const case_spec *case_next(const case_spec *s)
     return NULL;
 }
 
+const case_spec *case_named(const char *op, const char *name)
+{
+    const case_spec *s = case_next(NULL);
+    while (s && (strcmp(s->op, op) || strcmp(s->name, name))) s = case_next(s);
+    return s;
+}
+
 /* ---- what must be found ---------------------------------------------------------------------------------------------- */
 
 static void shift_scales(mk_insn *in)
@@ -126,20 +133,20 @@ static void no_number(mk_case *c)
 }
 
 const case_wrong case_wrongs[] = {
-    {"scale segment shifted by 4 rows", &matrix_cases[1], shift_scales, NULL},
-    {"input off by one value", &matrix_cases[19], input_off_by_one, NULL},
-    {"2 % too much", &matrix_cases[2], forget_residual_scale, NULL},
-    {"another epsilon", &matrix_cases[36], head_eps, NULL},
-    {"bias dropped", &expert_cases[1], drop_bias, NULL},
-    {"gamma of a neighbour", &expert_cases[27], other_gamma, NULL},
-    {"expert memory off by 128 bytes", &expert_cases[12], up_other_slice, NULL},
-    {"scale segment shifted by 3 rows", &expert_cases[20], down_phase, NULL},
-    {"keys off by one channel", &state_cases[0], delta_keys, NULL},
-    {"beta of the next head", &state_cases[0], delta_gate, NULL},
-    {"keys not rotated", &attention_cases[0], no_rotation, NULL},
-    {"softmax scale off by 1 %", &attention_cases[3], softmax_scale, NULL},
-    {"another head's partials", &attention_cases[8], combine_head, NULL},
-    {"a stray write into the exchange", &matrix_cases[0], NULL, stray_write},
-    {"a bf16 that is no number", &matrix_cases[0], NULL, no_number},
+    {"scale segment shifted by 4 rows", "GEMV", "fp8 k 2304, 17|18|17 rows, f32 in", shift_scales, NULL},
+    {"input off by one value", "GEMV", "fp8 k 200 from 3, 127|128|1 rows", input_off_by_one, NULL},
+    {"2 % too much", "GEMV", "fp8 rms k 2304, 17|18|17 rows", forget_residual_scale, NULL},
+    {"another epsilon", "LM_HEAD", "bf16 k 2304, 128|128|57 rows", head_eps, NULL},
+    {"bias dropped", "ROUTE", "256 experts, sigmoid, bias, top 8", drop_bias, NULL},
+    {"gamma of a neighbour", "ROUTER", "256 experts, slices of 18", other_gamma, NULL},
+    {"expert memory off by 128 bytes", "EXPERT_UP", "fp8 512 experts, k 2048, inter 512 in 14", up_other_slice, NULL},
+    {"scale segment shifted by 3 rows", "EXPERT_DOWN", "fp8 256 experts, inter 1024, 17|18|17, local", down_phase, NULL},
+    {"keys off by one channel", "DELTA_STEP", "decay by channel, dv 128, sigmoid", delta_keys, NULL},
+    {"beta of the next head", "DELTA_STEP", "decay by channel, dv 128, sigmoid", delta_gate, NULL},
+    {"keys not rotated", "KV_APPEND", "latent 512, rope 64, rotated", no_rotation, NULL},
+    {"softmax scale off by 1 %", "MLA_PARTIAL", "32 heads, 512 + 64, to 9000", softmax_scale, NULL},
+    {"another head's partials", "COMBINE", "8 heads of 512 in 4 slices, to 9000", combine_head, NULL},
+    {"a stray write into the exchange", "GEMV", "fp8 k 256, 128|128|128 rows", NULL, stray_write},
+    {"a bf16 that is no number", "GEMV", "fp8 k 256, 128|128|128 rows", NULL, no_number},
 };
 const uint32_t n_case_wrongs = sizeof case_wrongs / sizeof *case_wrongs;
