@@ -20,6 +20,7 @@ those of the code before: profile a build without this step (profiles/onestep).
 
 The profile names functions by what they are and by a digest of their code, so it can be of an older build: a function that has changed since is moved as a whole, if it was executed at all."""
 import bisect
+import collections
 import csv
 import difflib
 import functools
@@ -109,13 +110,16 @@ class Code:
                 moved.setdefault(self.word[i][0] >> 32, []).append(i)
         self.back = {}  # a MOV: where the call that it is for returns to
         bounds = functions + [self.n]
+        callers = collections.Counter(self.to[i] for i, op in enumerate(self.op) if op == CALL)
         for i in (i for i, op in enumerate(self.op) if op == CALL):
             if self.word[i][0] >> 12 & 15 != 7:
                 raise Refused("call at %#x is conditional, which nothing here expects" % (16 * i))
             by = moved.get(16 * (i + 1), [])
             own, callee = bisect.bisect_right(bounds, i) - 1, bisect.bisect_right(bounds, self.to[i]) - 1
             # of several, some are numbers that happen to be the same: it is right before the call, or, where nobody else calls, in what is called
-            by = by[:1] if len(by) == 1 and any(bounds[f] <= by[0] < bounds[f + 1] for f in (own, callee)) else [j for j in by if i - 8 <= j < i]
+            within = [j for j in by if bounds[callee] <= j < bounds[callee + 1]] if callers[self.to[i]] == 1 else []
+            if len(by) != 1 or not any(bounds[f] <= by[0] < bounds[f + 1] for f in (own, callee)):
+                by = [j for j in by if i - 8 <= j < i] or within
             if len(by) != 1 or by[0] in self.back:
                 raise Refused("call at %#x: expected one instruction that says where to return to, found %d" % (16 * i, len(by)))
             self.back[by[0]] = i + 1
