@@ -77,6 +77,23 @@ static void split_heads(mk_builder *b, const mk_part *part, uint32_t heads, uint
     for (uint32_t w = heads * each; w <= b->cfg->workers; w++) cut[w] = heads * rows;
 }
 
+/* As mk_split, but the last worker has no rows. */
+static void split_but_last(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, uint32_t groups, uint32_t *cut)
+{
+    const mk_plan_config *all = b->cfg;
+    mk_plan_config others = *all;
+    uint32_t W = all->workers;
+    others.workers = W - 1;
+    b->cfg = &others;
+    mk_split(b, parts, n_parts, groups, cut);
+    b->cfg = all;
+    for (uint32_t g = groups; g--;) {
+        memmove(cut + g * (W + 1), cut + g * W, W * sizeof *cut);
+        cut[g * (W + 1) + W] = cut[g * (W + 1) + W - 1];
+    }
+    if (!b->why) b->why = "the last worker appends to the cache";
+}
+
 static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
 {
     const mk_layer *L = &b->m->layer[layer];
@@ -110,11 +127,15 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     const mk_part *g1[2] = {kv, &qa}, *gq[1] = {&q};
     uint32_t n1[2] = {n_kv, 1}, one[1] = {1};
     const char *why[4]; /* of the splits, until their phases are there */
-    mk_split(b, g1, n1, 2, cut);
+    /* The last worker appends to the cache. Where the queries are there a step after kv, partials would wait for it: it waits for kv from the layer's beginning on. */
+    if (two_step || W < 33)
+        mk_split(b, g1, n1, 2, cut);
+    else
+        split_but_last(b, g1, n1, 2, cut);
     why[0] = b->why;
     mk_split(b, gq, one, 1, cut_q);
     why[1] = b->why;
-    split_heads(b, uk, heads, cut_k); /* the last worker appends to the cache meanwhile: few models have a head for it */
+    split_heads(b, uk, heads, cut_k); /* few models have a head for the last worker */
     why[2] = b->why;
     split_heads(b, uv, heads, cut_v);
     why[3] = b->why;

@@ -49,8 +49,8 @@ MK_DEV float mk_latent_rstd(const float *x, uint32_t latent, float eps, uint32_t
     return mk_rsqrtf(mk_div(mk_warp_sum(sum), (float)latent) + eps);
 }
 
-/* Values [128 group, + 128) of a latent as codes and their scale, by a warp: four a lane. row: of the cache. */
-MK_DEV void mk_latent_put(uint8_t *row, const float *x, const float *gamma, uint32_t latent, float rstd, uint32_t group, uint32_t lane)
+/* Values [128 group, + 128) of a latent as codes and their scale, by a warp: four a lane. row: of the cache; store: or not. */
+MK_DEV void mk_latent_put(uint8_t *row, const float *x, const float *gamma, uint32_t latent, float rstd, uint32_t group, uint32_t lane, bool store)
 {
     const uint32_t c = group * MK_LATENT_GROUP + 4 * lane;
     float y[4];
@@ -63,10 +63,12 @@ MK_DEV void mk_latent_put(uint8_t *row, const float *x, const float *gamma, uint
     const uint32_t scale = mk_latent_scale(__reduce_max_sync(0xffffffffu, top));
 #pragma unroll
     for (uint32_t k = 0; k < 4; k++) codes |= (uint32_t)mk_latent_code(y[k], scale) << 8 * k;
-    if (c < latent) *(uint32_t *)(row + c) = codes;
-    if (lane == 0) *(uint32_t *)(row + latent + 4 * group) = scale;
+    if (store && c < latent) *(uint32_t *)(row + c) = codes;
+    if (store && lane == 0) *(uint32_t *)(row + latent + 4 * group) = scale;
 }
 
+/* In a step of one row all of it is done once with whatever lies in shared memory, and nothing stored, before the values are waited for: one worker in all runs this code, a layer's partials wait for it,
+ * and code that nobody has run lately comes slower than the values do. */
 MK_CALL void mk_kv_append_run(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
@@ -77,32 +79,36 @@ MK_CALL void mk_kv_append_run(const mk_insn *in)
     uint32_t *dst = 0;
     mk_staged_drop(d);
     mk_param_ask(gamma, d->a->param + m->param_off, latent + (m->rotary ? m->rope / 2 : 0));
-    if (r < d->step->nrows) {
-        dst = (uint32_t *)mk_kv_at(d, m->kv_off, row->slot, row->pos, mk_latent_row_bytes(latent, m->rope, m->cache, 2));
-        mk_read_together(d, 0, r, m->in_off, n, x, k0 * 32 + lane, warps * 32);
-    }
-    mk_param_there();
-    mk_sync();
-    mk_trace_input(d);
-    if (dst) { /* every warp of the row has the whole sum */
-        const float rstd = mk_latent_rstd(x, latent, m->eps, lane);
-        uint32_t *key = dst + mk_latent_key_at(latent, m->cache, 2) / 4;
-        if (m->cache == MK_CACHE_FP8) {
+    if (r < d->step->nrows) dst = (uint32_t *)mk_kv_at(d, m->kv_off, row->slot, row->pos, mk_latent_row_bytes(latent, m->rope, m->cache, 2));
 #pragma unroll 1
-            for (uint32_t g = k0; g * MK_LATENT_GROUP < latent; g += warps) mk_latent_put((uint8_t *)dst, x, gamma, latent, rstd, g, lane);
-        } else {
+    for (bool there = d->step->nrows > 1;; there = true) {
+        if (there && dst) mk_read_together(d, 0, r, m->in_off, n, x, k0 * 32 + lane, warps * 32);
+        mk_param_there();
+        mk_sync();
+        if (there) mk_trace_input(d);
+        if (dst) { /* every warp of the row has the whole sum */
+            const float rstd = mk_latent_rstd(x, latent, m->eps, lane);
+            uint32_t *key = dst + mk_latent_key_at(latent, m->cache, 2) / 4;
+            if (m->cache == MK_CACHE_FP8) {
 #pragma unroll 1
-            for (uint32_t i = k0 * 32 + lane; i < latent / 2; i += warps * 32) {
-                const float2 v = ((const float2 *)x)[i];
-                dst[i] = mk_bf16_pair(__fmul_rn(__fmul_rn(v.x, rstd), gamma[2 * i]), __fmul_rn(__fmul_rn(v.y, rstd), gamma[2 * i + 1]));
+                for (uint32_t g = k0; g * MK_LATENT_GROUP < latent; g += warps) mk_latent_put((uint8_t *)dst, x, gamma, latent, rstd, g, lane, there);
+            } else {
+#pragma unroll 1
+                for (uint32_t i = k0 * 32 + lane; i < latent / 2; i += warps * 32) {
+                    const float2 v = ((const float2 *)x)[i];
+                    const uint32_t y = mk_bf16_pair(__fmul_rn(__fmul_rn(v.x, rstd), gamma[2 * i]), __fmul_rn(__fmul_rn(v.y, rstd), gamma[2 * i + 1]));
+                    if (there) dst[i] = y;
+                }
+            }
+#pragma unroll 1
+            for (uint32_t i = k0 == warps - 1 ? lane : m->rope / 2; i < m->rope / 2; i += 32) {
+                float a = x[latent + 2 * i], b = x[latent + 2 * i + 1];
+                if (m->rotary) mk_rotate_pair(&a, &b, gamma[latent + i], row->pos);
+                if (there) key[i] = mk_bf16_pair(a, b);
             }
         }
-#pragma unroll 1
-        for (uint32_t i = k0 == warps - 1 ? lane : m->rope / 2; i < m->rope / 2; i += 32) {
-            float a = x[latent + 2 * i], b = x[latent + 2 * i + 1];
-            if (m->rotary) mk_rotate_pair(&a, &b, gamma[latent + i], row->pos);
-            key[i] = mk_bf16_pair(a, b);
-        }
+        if (there) break;
+        mk_sync(); /* before the values come */
     }
     mk_bulk_signal(d, d->in->signal_vec);
 }
