@@ -495,6 +495,13 @@ MK_DEV void mk_gqa_publish(const mk_dev *d, const mk_gqa_out *o, uint32_t slices
     }
 }
 
+/* In a step of one row the last split's items have the newest key and value to make beside their queries, a warp each. Where eight queries leave no warp free, such an item's heads become two items',
+ * if there are workers without any; each makes the newest key and value for itself, and writes them: the same bits. */
+MK_DEV bool mk_gqa_halves(const mk_gqa *g, uint32_t splits)
+{
+    const uint32_t group = mk_small_quot(g->heads, g->kv_heads);
+    return group + 2 > MK_WARPS && group <= MK_GQA_HEADS && (splits + 1) * g->kv_heads <= g->parts;
+}
 /* The items of this worker in a step of one row (mk_newest): the newest key and value come from the packets, and who has the item that needs them writes them to the cache; nothing waits
  * for GQA_APPEND, which has nothing left to do. Where the row has one split, the items publish what COMBINE would, with the same bits. Returns the vector to be signalled: the caller has no
  * register to keep it in. */
@@ -515,13 +522,14 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
     bool begun = false;
 #pragma unroll 1
     for (uint32_t i = g->part; i < items; i += g->parts) {
-        const uint32_t split = mk_small_quot(i, g->kv_heads), kv = i - split * g->kv_heads, first = split * per * MK_PAGE;
+        const bool halves = f->place.ahead & MK_AHEAD_HALVES, other = halves && i + g->kv_heads >= items; /* other: half of the last split's */
+        const uint32_t nth = mk_small_quot(i, g->kv_heads), kv = i - nth * g->kv_heads, split = nth - other, first = split * per * MK_PAGE;
         const mk_gqa_split x = mk_gqa_split_of(d, g, row->slot, kv, split, per, pos);
         const bool last = first + x.n == pos + 1;
 #pragma unroll 1
-        for (uint32_t h0 = 0; h0 < group; h0 += MK_GQA_HEADS) {
-            const uint32_t heads = min(group - h0, MK_GQA_HEADS), head0 = kv * group + h0;
-            const uint32_t all = heads + (last && !h0 ? 2 : 0); /* the newest key and value follow the queries */
+        for (uint32_t h0 = other ? group / 2 : 0; h0 < group; h0 += MK_GQA_HEADS) { /* once, where there are halves */
+            const uint32_t heads = halves && last && !h0 ? group / 2 : min(group - h0, MK_GQA_HEADS), head0 = kv * group + h0;
+            const uint32_t all = heads + (last && (halves || !h0) ? 2 : 0); /* the newest key and value follow the queries */
             mk_gqa_regs<NB> regs;
             float acc[NB == 8 ? 1 : NB][2][4];
             uint32_t ids, h = d->warp;

@@ -227,7 +227,8 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
 #define MK_TRACED      0x100u
 #define MK_AWAITS      0x200u /* what is done aside: EXPERT_UP, EXPERT_DOWN: a GEMV; MK_ONE_MLA: its own first queries */
 #define MK_LAP         0x400u /* and its parity */
-enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2 /* GQA: the newest key turns as the queries do */ };
+enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2, /* GQA: the newest key turns as the queries do */
+       MK_AHEAD_HALVES = 4 /* GQA: the last split's items have half of their heads each, and behind all others come those of the other halves */ };
 #define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
 #define MK_NO_NORM 15u
 
@@ -408,8 +409,6 @@ typedef struct mk_shared {
 } mk_shared;
 #define MK_NO_CACHE 0xffffffffu
 
-/* K blocks of a stage, from what a segment's instruction says; loader and compute warps count alike. A stage never spans two chunks of
- * the staged vector. */
 #define MK_PAIR_PACKETS(rows) ((rows) > 16 ? 224u : 288u) /* EXPERT_DOWN: of a pair that is gathered at once, where there are so many rows of weights */
 #define MK_PAIR_MOST    288u /* the greater of these: so many are asked for, behind the last pair, too */
 #define MK_PAIR_HEAD    32u  /* bytes before a staged pair: what its products are multiplied by */
@@ -451,37 +450,6 @@ MK_BOTH uint32_t mk_ways(uint32_t rows)
 MK_BOTH constexpr uint32_t mk_blocks_at_once(uint32_t form, uint32_t tiles)
 {
     return tiles > 2 || form == MK_X_F32 ? 1 : tiles == 1 && form == MK_X_BF16 ? 4 : 2;
-}
-/* What the busiest warp has to do, in thirds of a product, where `per` K blocks are a stage, whose group's warps take them `ways` ways in turn, each `most` at once; a stage's barrier is one third. */
-MK_BOTH uint32_t mk_stage_work(uint32_t nkb, uint32_t per, uint32_t ways, uint32_t most)
-{
-    uint32_t busiest = 0;
-    for (uint32_t group = 0; group < MK_GROUPS; group++)
-        for (uint32_t way = 0; way < ways; way++) {
-            uint32_t work = 0;
-            for (uint32_t kb = group * per, turn = group ? per : 0; kb < nkb; kb += MK_GROUPS * per, turn += per) {
-                const uint32_t n = nkb - kb < per ? nkb - kb : per, first = (way - turn) & (ways - 1), own = first < n ? (n - first + ways - 1) / ways : 0;
-                work += 3 * ((own + most - 1) / most) + 1;
-            }
-            if (work > busiest) busiest = work;
-        }
-    return busiest;
-}
-/* K blocks of a stage. r: the ring. nkb: of the segment. A multiple of as many stages as there are groups of warps, so that each has its share, and where the vector has one plane as many
- * as the warps are done with soonest. */
-MK_BOTH uint32_t mk_stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes)
-{
-    const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
-    uint32_t stages = mk_small_quot(nkb + fit - 1, fit);
-    stages = (stages + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
-    if (planes > 1) return mk_small_quot(nkb + stages - 1, stages);
-    const uint32_t ways = mk_ways(rows), at_once = mk_blocks_at_once(mk_form(wtype, 0), (rows < MK_SIDE_ROWS ? rows + 15 : MK_SIDE_ROWS) / 16);
-    uint32_t best = 0, least = 0xffffffffu;
-    for (const uint32_t last = 2 * stages; stages <= last; stages += MK_GROUPS) {
-        const uint32_t per = mk_small_quot(nkb + stages - 1, stages), work = mk_stage_work(nkb, per, ways, at_once);
-        if (work < least) least = work, best = per;
-    }
-    return best;
 }
 /* Softmax keeps the order, and its sum goes when the weights are normalised: then logits choose, and a weight is exp(logit - greatest) before it is normalised. */
 MK_BOTH bool mk_route_plain(const mk_route *t)

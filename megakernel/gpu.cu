@@ -308,14 +308,51 @@ static void *uploaded(mk_gpu *g, const char *what, const void *src, uint64_t byt
     return NULL;
 }
 
+/* What the busiest warp has to do, in thirds of a product, where `per` K blocks are a stage, whose group's warps take them `ways` ways in turn, each `most` at once; a stage's barrier is one third. */
+static uint32_t stage_work(uint32_t nkb, uint32_t per, uint32_t ways, uint32_t most)
+{
+    uint32_t busiest = 0;
+    for (uint32_t group = 0; group < MK_GROUPS; group++)
+        for (uint32_t way = 0; way < ways; way++) {
+            uint32_t work = 0;
+            for (uint32_t kb = group * per, turn = group ? per : 0; kb < nkb; kb += MK_GROUPS * per, turn += per) {
+                const uint32_t n = nkb - kb < per ? nkb - kb : per, first = (way - turn) & (ways - 1), own = first < n ? (n - first + ways - 1) / ways : 0;
+                work += 3 * ((own + most - 1) / most) + 1;
+            }
+            if (work > busiest) busiest = work;
+        }
+    return busiest;
+}
+/* K blocks of a stage. r: the ring. nkb: of the segment. A multiple of as many stages as there are groups of warps, so that each has its share, and where the vector has one plane as many
+ * as the warps are done with soonest, or, within `more` per cent of that, the most: the fuller a stage, the more is in the ring. */
+static uint32_t stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, uint32_t more)
+{
+    const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
+    const uint32_t first = (mk_small_quot(nkb + fit - 1, fit) + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
+    if (planes > 1) return mk_small_quot(nkb + first - 1, first);
+    const uint32_t ways = mk_ways(rows), at_once = mk_blocks_at_once(mk_form(wtype, 0), (rows < MK_SIDE_ROWS ? rows + 15 : MK_SIDE_ROWS) / 16);
+    uint32_t best = 0, least = 0xffffffffu;
+    for (uint32_t stages = 2 * first; stages >= first; stages -= MK_GROUPS) {
+        const uint32_t per = mk_small_quot(nkb + stages - 1, stages), work = stage_work(nkb, per, ways, at_once);
+        if (work < least) least = work;
+        if (100 * work <= (100 + more) * least) best = per;
+    }
+    return best;
+}
+/* So much more work for fuller stages, in per cent (measurements: profiles/NOTES.md). EXPERT_UP begins with an empty ring, of which few stages are under way; and what leaves its result in LOCAL memory
+ * may be done aside, when its stages, filled long before, stand in the way of EXPERT_DOWN's. */
+enum { MORE_WORK = 4, MORE_WORK_UP = 15, MORE_WORK_LOCAL = 30 };
+
 /* K blocks of a stage of so many rows; *nkb: of a segment. */
-static uint32_t kblocks_of(const mk_ring *r, const mk_insn *in, uint32_t rows, uint32_t *nkb)
+static uint32_t kblocks_of(const mk_gpu *g, const mk_insn *in, uint32_t rows, uint32_t *nkb)
 {
     const int gemv = in->opcode == MK_OP_GEMV, lm = in->opcode == MK_OP_LM_HEAD, router = in->opcode == MK_OP_ROUTER;
     const uint32_t wtype = gemv ? in->gemv.wtype : lm ? in->lm_head.wtype : router ? (uint32_t)MK_W_BF16 : in->expert.wtype;
     const uint32_t k = gemv ? in->gemv.k : lm ? in->lm_head.k : router ? in->router.experts : in->expert.k, values = mk_kblock_values(wtype);
+    const int local = gemv && g->prog->vec[in->signal_vec].scope == MK_LOCAL;
     *nkb = (k + values - 1) / values;
-    return mk_stage_kblocks(r, wtype, rows, *nkb, gemv && in->gemv.flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1);
+    return stage_kblocks(&g->args.ring, wtype, rows, *nkb, gemv && in->gemv.flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1,
+                         in->opcode == MK_OP_EXPERT_UP ? MORE_WORK_UP : local ? MORE_WORK_LOCAL : MORE_WORK);
 }
 
 /* GEMV, LM_HEAD, ROUTER: what it streams. tape: where the worker's tape begins. */
@@ -328,7 +365,7 @@ static mk_seg tape_seg(const mk_gpu *g, const mk_insn *in, uint64_t tape)
     memset(&s, 0, sizeof s);
     s.base = tape + in->tape_off;
     s.scales = scales_of(in);
-    s.per_most = (uint8_t)kblocks_of(&g->args.ring, in, rows, &nkb);
+    s.per_most = (uint8_t)kblocks_of(g, in, rows, &nkb);
     s.nkb = (uint16_t)nkb;
     s.bytes = s.nkb * rows * MK_KBLOCK_BYTES;
     s.stage = s.per_most * rows * MK_KBLOCK_BYTES;
@@ -405,8 +442,8 @@ static mk_seg expert_seg(const mk_gpu *g, const mk_insn *in, const mk_insn *rout
     s.rows = up ? 0 : (uint16_t)e->n;
     s.t = (uint16_t)e->t;
     s.most = (uint8_t)most;
-    s.per_most = (uint8_t)kblocks_of(&g->args.ring, in, most, &nkb);
-    s.per_less = (uint8_t)kblocks_of(&g->args.ring, in, less, &nkb);
+    s.per_most = (uint8_t)kblocks_of(g, in, most, &nkb);
+    s.per_less = (uint8_t)kblocks_of(g, in, less, &nkb);
     s.nkb = (uint16_t)nkb;
     s.blank = !up && stages_of(&s, s.per_most) % MK_GROUPS;
     s.share = up ? 0 : shared_by(g, e, &s);

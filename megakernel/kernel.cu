@@ -346,8 +346,10 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, 
     const mk_gqa *g = &f->in.gqa;
     const uint32_t grain = mla ? m->grain : g->grain, most = mla ? m->most : g->most;
     const uint32_t per = mk_split_pages(row->pos, grain, most), group = mk_head_group(row->pos, m->heads), n = mla ? (m->heads + group - 1) / group : g->kv_heads;
-    const uint32_t last = row->pos / MK_PAGE, splits = mk_page_quot(last, per) + 1, items = splits * n, part = mla ? m->part : g->part, i = part + (mla ? (lane & 1) * m->parts : 0);
-    const uint32_t split = mk_page_quot(i, n), rest = i - split * n, page = split * per + (mla ? 0 : lane & 3), ahead = mla ? 2 : min(per, MK_AHEAD_PAGES); /* rest: which heads */
+    const uint32_t last = row->pos / MK_PAGE, splits = mk_page_quot(last, per) + 1, part = mla ? m->part : g->part, i = part + (mla ? (lane & 1) * m->parts : 0);
+    const bool halves = !mla && mk_gqa_halves(g, splits);
+    const uint32_t items = (splits + halves) * n, nth = mk_page_quot(i, n), rest = i - nth * n, split = min(nth, splits - 1); /* rest: which heads */
+    const uint32_t page = split * per + (mla ? 0 : lane & 3), ahead = mla ? 2 : min(per, MK_AHEAD_PAGES);
     const bool has = i < items && page <= last && lane < ahead;
     const uint32_t id = has ? __ldcg(a->page + (row->slot * a->max_pages + page)) : 0;
     if (part >= items) return false;
@@ -355,9 +357,9 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, 
     if (lane == 0) {
         f->place.per = per;
         f->place.items = items;
-        f->place.ahead = alike;
+        f->place.ahead = alike | (halves ? MK_AHEAD_HALVES : 0);
         if (!mla && splits == 1 && f->plan.whole.vec != MK_NONE) {
-            f->place.ahead = alike | MK_AHEAD_WHOLE;
+            f->place.ahead |= MK_AHEAD_WHOLE;
             f->place.out = (uint4 *)row_packets(a, sh, &sh->vec[f->plan.whole.vec], f->plan.whole.pub, 0);
             f->place.out_epoch = mk_epoch(a->epoch0, sh->step.seq, f->plan.whole.pub);
         }

@@ -330,6 +330,8 @@ const case_spec attention_cases[] = {
     {"GQA_PARTIAL", "36 heads, 3 KV heads of 128, norm, apart, a run of rows to 1100", Q(.heads = 36, .kv_heads = 3, .dim = 128, .rope = 96, .norm = 1, .far = 1100, .gap = 128, .grain = 1, .most = 16, .run = 1), 7},
     {"GQA_PARTIAL", "16 heads, 2 KV heads of 256, rope 64, norm, apart, three splits, a run of rows to 1100", Q(.heads = 16, .kv_heads = 2, .dim = 256, .rope = 64, .norm = 1, .far = 1100, .gap = 256, .most = 3, .run = 1), 5},
     {"GQA_PARTIAL", "behind its appends, 6 heads, 3 KV heads of 40, rope 24, to 515", Q(.heads = 6, .kv_heads = 3, .dim = 40, .rope = 24, .far = 515, .grain = 1, .most = 16, .fresh = 1), 7},
+    {"GQA_PARTIAL", "behind its appends, 16 heads, 2 KV heads of 256, rope 64, norm, the last split's in halves, to 2100", Q(.heads = 16, .kv_heads = 2, .dim = 256, .rope = 64, .norm = 1, .far = 2100, .fresh = 1), 132},
+    {"GQA_PARTIAL", "behind its appends, 21 heads, 3 KV heads of 64, apart, the last split's in halves, to 700", Q(.heads = 21, .kv_heads = 3, .dim = 64, .rope = 32, .gap = 8, .far = 700, .grain = 1, .most = 16, .fresh = 1), 40},
     {"MLA_PARTIAL", "8 heads, 64 + 32 rotated, to 200", P(.latent = 64, .rope = 32, .rotary = 1, .heads = 8, .far = 200), 3},
     {"MLA_PARTIAL", "12 heads, 32 + 64 rotated, to 5000", P(.latent = 32, .rope = 64, .rotary = 1, .heads = 12, .far = 5000), 7},
     {0},
