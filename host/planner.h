@@ -1,7 +1,8 @@
 /* The planner: a model and a number of workers -> a program, and the list of what has to be packed into which region. Needs no weights.
  *
  * Every matrix is sliced by rows over the workers as floor or ceil, matrices of one phase (between two exchanges) together, so that
- * the bytes of a phase are even; where GEMVs gather the vector that it makes, in slices that are alike (mk_vec_deal).
+ * the bytes of a phase are even; where GEMVs gather the vector that it makes, in slices that are alike (mk_vec_deal). A phase may leave
+ * out the worker who has something else to do (split_but_last).
  * Phases and the vectors between them are in planner_layers.c. */
 #ifndef MK_PLANNER_H
 #define MK_PLANNER_H

@@ -1,4 +1,4 @@
-/* GQA_PARTIAL on the device: an item is a KV head over one split. Semantics: gqa_partial.c.
+/* GQA_PARTIAL on the device: an item is a KV head over one split, of the last one perhaps half of its heads (mk_gqa_halves). Semantics: gqa_partial.c.
  *
  * 256 tokens of 64 channels at a time (128 of 128): as much as the warps' registers hold of keys and values. Every page's eight tiles of eight tokens go to
  * the eight warps, so that a warp has keys, scores, probabilities and values of its tokens to itself: p = exp(s - max) rounded to bf16 with the warp's own running maximum,
@@ -502,7 +502,7 @@ MK_DEV bool mk_gqa_halves(const mk_gqa *g, uint32_t splits)
     const uint32_t group = mk_small_quot(g->heads, g->kv_heads);
     return group + 2 > MK_WARPS && group <= MK_GQA_HEADS && (splits + 1) * g->kv_heads <= g->parts;
 }
-/* The items of this worker in a step of one row (mk_newest): the newest key and value come from the packets, and who has the item that needs them writes them to the cache; nothing waits
+/* The items of this worker in a step of one row (mk_newest): the newest key and value come from the packets, and whoever has an item that needs them writes them to the cache; nothing waits
  * for GQA_APPEND, which has nothing left to do. Where the row has one split, the items publish what COMBINE would, with the same bits. Returns the vector to be signalled: the caller has no
  * register to keep it in. */
 template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)

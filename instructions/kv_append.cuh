@@ -67,8 +67,8 @@ MK_DEV void mk_latent_put(uint8_t *row, const float *x, const float *gamma, uint
     if (store && lane == 0) *(uint32_t *)(row + latent + 4 * group) = scale;
 }
 
-/* In a step of one row all of it is done once with whatever lies in shared memory, and nothing stored, before the values are waited for: one worker in all runs this code, a layer's partials wait for it,
- * and code that nobody has run lately comes slower than the values do. */
+/* In a step of one row it goes through once with whatever lies in shared memory, and nothing stored, before the values are waited for: one worker in all runs this code, a layer's partials wait for it, and
+ * code that nobody has run lately comes slower than the values do. nvcc leaves out of that turn what only stores need (BF16's loop, the rotation): what is there then is the rest. */
 MK_CALL void mk_kv_append_run(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;

@@ -323,8 +323,8 @@ static uint32_t stage_work(uint32_t nkb, uint32_t per, uint32_t ways, uint32_t m
         }
     return busiest;
 }
-/* K blocks of a stage. r: the ring. nkb: of the segment. A multiple of as many stages as there are groups of warps, so that each has its share, and where the vector has one plane as many
- * as the warps are done with soonest, or, within `more` per cent of that, the most: the fuller a stage, the more is in the ring. */
+/* K blocks of a stage, which never spans two chunks of the staged vector. r: the ring. nkb: of the segment. As many as make a multiple of the groups of warps of stages or, rounded, one less, so that each group has
+ * its share, and where the vector has one plane as many as the warps are done with soonest, or, within `more` per cent of that, the most: the fuller a stage, the more is in the ring. */
 static uint32_t stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, uint32_t more)
 {
     const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
@@ -339,7 +339,7 @@ static uint32_t stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, u
     }
     return best;
 }
-/* So much more work for fuller stages, in per cent (measurements: profiles/NOTES.md). EXPERT_UP begins with an empty ring, of which few stages are under way; and what leaves its result in LOCAL memory
+/* So much more work for fuller stages, in per cent (measurements: profiles/NOTES.md, thirty-seventh session). EXPERT_UP begins with an empty ring, of which few stages are under way; and what leaves its result in LOCAL memory
  * may be done aside, when its stages, filled long before, stand in the way of EXPERT_DOWN's. */
 enum { MORE_WORK = 4, MORE_WORK_UP = 15, MORE_WORK_LOCAL = 30 };
 

@@ -119,7 +119,7 @@ class Code:
             # of several, some are numbers that happen to be the same: it is right before the call, or, where nobody else calls, in what is called
             within = [j for j in by if bounds[callee] <= j < bounds[callee + 1]] if callers[self.to[i]] == 1 else []
             if len(by) != 1 or not any(bounds[f] <= by[0] < bounds[f + 1] for f in (own, callee)):
-                by = [j for j in by if i - 8 <= j < i] or within
+                by = sorted({j for j in by if i - 8 <= j < i} | set(within))
             if len(by) != 1 or by[0] in self.back:
                 raise Refused("call at %#x: expected one instruction that says where to return to, found %d" % (16 * i, len(by)))
             self.back[by[0]] = i + 1
