@@ -323,8 +323,9 @@ static uint32_t stage_work(uint32_t nkb, uint32_t per, uint32_t ways, uint32_t m
         }
     return busiest;
 }
-/* K blocks of a stage, which never spans two chunks of the staged vector. r: the ring. nkb: of the segment. As many as make a multiple of the groups of warps of stages or, rounded, one less, so that each group has
- * its share, and where the vector has one plane as many as the warps are done with soonest, or, within `more` per cent of that, the most: the fuller a stage, the more is in the ring. */
+/* K blocks of a stage, which never spans two chunks of the staged vector. r: the ring. nkb: of the segment. A multiple of as many stages as there are groups of warps is asked for, so that
+ * each has its share; the last of them may turn out not to be needed. Where the vector has one plane, as many K blocks as the warps are done with soonest, or the most that are within `more`
+ * per cent of that: the fuller a stage, the more is in the ring. */
 static uint32_t stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, uint32_t more)
 {
     const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
@@ -339,8 +340,8 @@ static uint32_t stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, u
     }
     return best;
 }
-/* So much more work for fuller stages, in per cent (measurements: profiles/NOTES.md, thirty-seventh session). EXPERT_UP begins with an empty ring, of which few stages are under way; and what leaves its result in LOCAL memory
- * may be done aside, when its stages, filled long before, stand in the way of EXPERT_DOWN's. */
+/* So much more work for fuller stages, in per cent (measurements: profiles/NOTES.md, thirty-seventh session). EXPERT_UP begins with an empty ring, of which few stages are under way; and
+ * what leaves its result in LOCAL memory may be done aside, when its stages, filled long before, stand in the way of EXPERT_DOWN's. */
 enum { MORE_WORK = 4, MORE_WORK_UP = 15, MORE_WORK_LOCAL = 30 };
 
 /* K blocks of a stage of so many rows; *nkb: of a segment. */
@@ -415,10 +416,15 @@ static mk_seg routed_seg(const mk_gpu *g, const mk_insn *route)
     return s;
 }
 
+/* EXPERT_DOWN: bytes of half an expert behind its scales, as feed_shared lays it. */
+static uint32_t shared_half(const mk_expert *e, const mk_seg *s)
+{
+    return s->scales + s->per_most * e->n * MK_KBLOCK_BYTES;
+}
 /* How many experts share a stage of EXPERT_DOWN (binary logarithm): halves of a warp's one or two K blocks, and as many as there is room for in a stage and, with all rows, in the staging area. */
 static uint8_t shared_by(const mk_gpu *g, const mk_expert *e, const mk_seg *s)
 {
-    const uint32_t per = s->per_most, half = s->scales + per * e->n * MK_KBLOCK_BYTES, pairs = MK_STAGING / mk_row_stride(e->k);
+    const uint32_t per = s->per_most, half = shared_half(e, s), pairs = MK_STAGING / mk_row_stride(e->k);
     uint8_t log = 0;
     if ((per != MK_SHARED_BLOCKS && per != 2 * MK_SHARED_BLOCKS) || s->nkb != MK_GROUPS * per || e->n > MK_SIDE_ROWS) return 0;
     while (log < MK_SHARED_LOG && half << (log + 1) <= g->args.ring.stride && MK_MAX_ROWS << (log + 1) <= pairs) log++;
@@ -454,13 +460,13 @@ static mk_seg expert_seg(const mk_gpu *g, const mk_insn *in, const mk_insn *rout
 static void down_plan(const mk_insn *in, const mk_seg *s, mk_plan *p)
 {
     const mk_expert *e = &in->expert;
-    const uint32_t per = s->per_most, half = s->scales + per * e->n * MK_KBLOCK_BYTES, stride = mk_row_stride(e->k);
+    const uint32_t per = s->per_most, half = shared_half(e, s), stride = mk_row_stride(e->k);
     const uint32_t ways = MK_GROUP_WARPS, w_b = ways * e->n * MK_KBLOCK_BYTES, f_b = ways / 2 * 4 * e->nseg, x_b = ways * (e->wtype == MK_W_FP8 ? 128 : 64); /* a scale for two K blocks */
     p->tile = {e->wtype, e->n, s->nkb, per, stages_of(s, per) + s->blank, 1, e->nseg, e->phase, 1};
     p->shared = {s->share, (uint16_t)s->scales};
-    p->steps = {w_b, f_b, 2 * w_b, 2 * f_b, 2 * x_b, 0, stride};
-    if (!s->share) return;
-    if (per == MK_SHARED_BLOCKS) /* B is the next expert's */
+    if (!s->share)
+        p->steps = {w_b, f_b, 2 * w_b, 2 * f_b, 2 * x_b, 0, stride};
+    else if (per == MK_SHARED_BLOCKS) /* B is the next expert's */
         p->steps = {half, half, 2 * half, 2 * half, 2 * stride, 2 * stride, 0};
     else
         p->steps = {w_b, f_b, half, half, stride, stride, 0};
