@@ -88,11 +88,118 @@ template <uint32_t FORM> MK_DEV float mk_pair_open(uint32_t lane, uint32_t row, 
     return mk_f16_in_place(row + lane * 16, row + bytes, 512);
 }
 
+/* What a lane's packets of a pair are: its words of the pair's table (gpu.cu), which has zeros where the pair has no packet. */
+template <uint32_t WORDS> MK_DEV void mk_pair_map(uint32_t (&m)[WORDS], const uint4 *from)
+{
+#pragma unroll
+    for (uint32_t j = 0; j < WORDS; j += 4) {
+        const uint4 v = __ldg(from + j / 4);
+        m[j] = v.x, m[j + 1] = v.y, m[j + 2] = v.z, m[j + 3] = v.w;
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < WORDS; j++) mk_keep(&m[j]); /* not later */
+}
+/* Stores what they bring at shared address `row`, as bf16; *top: largest magnitudes so far, pairwise. Words first: the second half of a packet's last one may be the place of the next packet's first
+ * value, which comes later. */
+template <bool FP8, uint32_t N> MK_DEV void mk_pair_put(const uint32_t (&to)[N], const int (&end)[N], uint32_t wanted, const uint4 (&q)[N], uint32_t *top)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++) {
+        const uint32_t turn = end[i] & 1 ? 0x5432 : 0x3210;
+        if (FP8 && wanted & 1u << i)
+            *top = __vmaxu2(__vmaxu2(*top, mk_magnitudes(q[i].x)), __vmaxu2(mk_magnitudes(q[i].y), mk_magnitudes(q[i].z))); /* behind the values are zeros */
+        if (end[i] > 1) mk_sts32(to[i], __byte_perm(q[i].x, q[i].y, turn));
+        if (end[i] > 5) mk_sts32(to[i] + 4, __byte_perm(q[i].y, q[i].z, turn));
+        if (end[i] > 9) mk_sts32(to[i] + 8, __byte_perm(q[i].z, 0, turn));
+    }
+    __syncwarp();
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++)
+        if (end[i] & 1) mk_sts16(to[i] - 2, q[i].x);
+}
+/* By a warp: the bf16 values at [row, end) become f16 where they lie. Two eights of a lane at a time, the second of which is the first once more where there is none. */
+MK_DEV void mk_pair_f16(uint32_t row, uint32_t end, uint32_t lane, uint32_t less)
+{
+#pragma unroll 1
+    for (uint32_t i = row + 16 * lane; i < end; i += 1024) {
+        const uint32_t at[2] = {i, i + 512 < end ? i + 512 : i};
+        const uint4 v[2] = {mk_lds128(at[0]), mk_lds128(at[1])};
+#pragma unroll
+        for (uint32_t e = 0; e < 2; e++)
+            mk_sts128(at[e], mk_f16_pair_shifted(v[e].x, less), mk_f16_pair_shifted(v[e].y, less), mk_f16_pair_shifted(v[e].z, less), mk_f16_pair_shifted(v[e].w, less));
+    }
+}
+#define MK_PAIR_ASKS 6u /* packets of a lane at a time, by mk_pairs_take */
+static_assert(MK_PAIR_WORDS == 2 * MK_PAIR_ASKS, "two turns at most");
+/* Asks for those of `left` packets more that the pair has. */
+MK_DEV void mk_pair_asks(uint4 (&q)[MK_PAIR_ASKS], const uint4 *from, uint32_t left)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) {
+        q[i] = make_uint4(0, 0, 0, 0);
+        mk_packet_again(&q[i], from + 32 * i, 32 * i < left);
+    }
+}
+/* Stages the warp's pairs of [p0, p1), whose packets the host has a table of, and says in the table of the batch where they are: bits as those of mk_pair_gather and mk_pair_open. The next packets,
+ * of the next pair as well, are on their way while these are stored. j0: the first expert. */
+template <uint32_t FORM> MK_DEV void mk_pairs_take(const mk_dev *d, const mk_routes *routes, uint32_t p0, uint32_t p1, uint32_t j0)
+{
+    constexpr bool FP8 = FORM == MK_X_F16;
+    constexpr uint32_t TURN = 32 * MK_PAIR_ASKS;
+    const mk_pairs *pairs = &d->sh->pairs;
+    const mk_fed *f = mk_fed_of(d->in);
+    const mk_vec *v = &d->sh->vec[d->in->wait[0].vec];
+    const uint32_t per = f->plan.packets, k = d->in->expert.k, stride = mk_row_stride(k), row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0];
+    const bool twice = per > TURN;
+    const auto packet_of = [&](uint32_t p) { return pairs->row[p] * row_packets + pairs->rank[p] * per + d->lane; };
+    uint32_t m[MK_PAIR_WORDS], p = p0 + d->warp;
+    if (p >= p1) return;
+    uint32_t packet = packet_of(p);
+    uint4 next[MK_PAIR_ASKS];
+    mk_pair_asks(next, f->place.in[0] + packet, per);
+    mk_pair_map(m, (const uint4 *)(d->sh->args.map + f->plan.map) + d->lane * (MK_PAIR_WORDS / 4));
+#pragma unroll 1
+    for (; p < p1; p += MK_WARPS) {
+        const uint32_t r = pairs->row[p], rank = pairs->rank[p], row = mk_smem(d->sh->staging) + (p - p0) * stride, end_row = row + stride - 32;
+        const bool others = p + MK_WARPS < p1;
+        const uint32_t then = others ? packet_of(p + MK_WARPS) : packet;
+        uint32_t top = 0;
+#pragma unroll 1
+        for (uint32_t i = k + (k & 1) + d->lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0); /* the last word of an odd number of values has its zero from the packet */
+#pragma unroll 1
+        for (uint32_t n = 0; n < per; n += TURN) { /* once or twice */
+            uint32_t to[MK_PAIR_ASKS], wanted = 0;
+            int end[MK_PAIR_ASKS];
+            uint4 q[MK_PAIR_ASKS];
+#pragma unroll
+            for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) {
+                const uint32_t word = m[i];
+                to[i] = row + MK_PAIR_TO(word);
+                end[i] = MK_PAIR_END(word);
+                wanted |= end[i] ? 1u << i : 0;
+                q[i] = next[i];
+                m[i] = twice ? m[i + MK_PAIR_ASKS] : word, m[i + MK_PAIR_ASKS] = word;
+            }
+            const bool goes_on = n + TURN < per;
+            mk_pair_asks(next, f->place.in[0] + (goes_on ? packet + TURN : then), goes_on ? per - TURN : others ? per : 0);
+            mk_packets_wait_every<MK_PAIR_ASKS, true>(f->place.in[0] + packet + n, 32, wanted, epoch, 0, r, rank * per + d->lane + n, q);
+            mk_pair_put<FP8>(to, end, wanted, q, &top);
+        }
+        packet = then;
+        __syncwarp();
+        const mk_f16_shift shift = mk_f16_shift_of(FP8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
+        if (FP8) mk_pair_f16(row, end_row, d->lane, shift.less);
+        if (d->lane == 0) {
+            uint32_t *table = (uint32_t *)d->sh->red + MK_DOWN_TABLE + (pairs->expert[p] - j0) * MK_MAX_ROWS + r;
+            table[0] = __float_as_uint(FP8 ? __fmul_rn(routes->weight[r][rank], shift.inverse) : routes->weight[r][rank]);
+            table[MK_DOWN_PAIRS] = row;
+        }
+    }
+}
+
 /* Stages the pairs [p0, p1), whose experts begin with j0 and end before j1, and makes their table. */
 template <uint32_t FORM> MK_DEV void mk_pairs_stage(const mk_dev *d, const mk_routes *routes, uint32_t p0, uint32_t p1, uint32_t j0, uint32_t j1)
 {
-    const mk_pairs *pairs = &d->sh->pairs;
-    const mk_pairs_walk w = mk_pairs_walk_of(d);
     const uint32_t staging = mk_smem(d->sh->staging), k = d->in->expert.k, stride = mk_row_stride(k), nrows = d->step->nrows;
     uint32_t *table = (uint32_t *)d->sh->red + MK_DOWN_TABLE;
 #pragma unroll 1
@@ -102,6 +209,12 @@ template <uint32_t FORM> MK_DEV void mk_pairs_stage(const mk_dev *d, const mk_ro
         table[i] = MK_NOT_CHOSEN;
         table[MK_DOWN_PAIRS + i] = staging; /* not looked at, but loaded */
     }
+    if (mk_fed_of(d->in)->plan.map) {
+        mk_pairs_take<FORM>(d, routes, p0, p1, j0);
+        return;
+    }
+    const mk_pairs *pairs = &d->sh->pairs;
+    const mk_pairs_walk w = mk_pairs_walk_of(d);
 #pragma unroll 1
     for (uint32_t p = p0 + d->warp; p < p1; p += MK_WARPS) {
         const uint32_t r = pairs->row[p], rank = pairs->rank[p], to = staging + (p - p0) * stride, at = (pairs->expert[p] - j0) * MK_MAX_ROWS + r;
@@ -127,6 +240,7 @@ MK_DEV void mk_tile_add_chosen(float4 *sum, const float *part, float f0, float f
 template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, mk_down_shared shared, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
+    constexpr uint32_t U = FP8 && NT == 2 ? 2 : 1; /* K blocks at once. (Of one tile, too: profiles/NOTES.md, thirty-fourth section; of more there are no registers.) */
     mk_shared *sh = mk_sh();
     const mk_lap lap = sh->lap;
     const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg, share = 1 << shared.log;
@@ -156,26 +270,38 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
                 uint32_t w = mk_after(stage + first_half + row_at) + b0 * kb_bytes, xk = mk_after(column) + (kb + b0) * (FP8 ? 128 : 64);
                 const uint32_t scales = mk_after(stage);
 #pragma unroll 1
-                for (uint32_t k = kb + b0; k < end; k += ways, w += ways * kb_bytes, xk += ways * (FP8 ? 128 : 64)) {
-                    float part[NT][4];
-                    const uint4 v0 = FP8 ? mk_ldx_f16(xk) : mk_ldx_bf16(xk), v1 = FP8 ? mk_ldx_f16(xk + 64) : v0;
+                for (uint32_t k = kb + b0; k < end; k += U * ways, w += U * ways * kb_bytes, xk += U * ways * (FP8 ? 128 : 64)) {
+                    float part[U][NT][4];
                     if (FP8) {
-                        mk_fp8_tiles<NT> b;
-                        mk_fp8_load<NT>(&b, w, rows, scales + (k >> 1) * scale_row, c);
-                        if (last && k + ways >= end) mk_stage_leave(slot->bar + MK_EMPTY, lane, mk_words_of(b.w) | mk_words_of(b.f), lap.none);
+                        mk_fp8_tiles<NT> b[U];
+                        uint4 v[U][2];
+                        bool has[U];
 #pragma unroll
-                        for (uint32_t i = 0; i < NT; i++) mk_tile_product_fp8(part[i], b.w[i], v0, v1);
+                        for (uint32_t u = 0; u < U; u++) { /* whoever is not there has the first one's place and does not count */
+                            has[u] = !u || k + u * ways < end;
+                            const uint32_t to = has[u] ? u * ways : 0, x = xk + to * 128;
+                            v[u][0] = mk_ldx_f16(x), v[u][1] = mk_ldx_f16(x + 64);
+                            mk_fp8_load<NT>(&b[u], w + to * kb_bytes, rows, scales + (k + to >> 1) * scale_row, c);
+                        }
+                        if (last && k + U * ways >= end) mk_stage_leave(slot->bar + MK_EMPTY, lane, mk_words_of(b[U - 1].w) | mk_words_of(b[U - 1].f), lap.none);
 #pragma unroll
-                        for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[i], b.f[2 * i], b.f[2 * i + 1], n0, n1, chosen0, chosen1);
+                        for (uint32_t u = 0; u < U; u++)
+#pragma unroll
+                            for (uint32_t i = 0; i < NT; i++) mk_tile_product_fp8(part[u][i], b[u].w[i], v[u][0], v[u][1]);
+#pragma unroll
+                        for (uint32_t u = 0; u < U; u++)
+#pragma unroll
+                            for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[u][i], b[u].f[2 * i], b[u].f[2 * i + 1], n0, n1, chosen0 && has[u], chosen1 && has[u]);
                     } else {
+                        const uint4 v = mk_ldx_bf16(xk);
 #pragma unroll
                         for (uint32_t i = 0; i < NT; i++) {
                             uint32_t a[8];
                             mk_tile_load(a, w + 256 * i, rows);
-                            mk_tile_product(part[i], a, v0);
+                            mk_tile_product(part[0][i], a, v);
                         }
 #pragma unroll
-                        for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[i], 1, 1, n0, n1, chosen0, chosen1);
+                        for (uint32_t i = 0; i < NT; i++) mk_tile_add_chosen(&acc.tile[i], part[0][i], 1, 1, n0, n1, chosen0, chosen1);
                     }
                 }
             }
@@ -443,34 +569,12 @@ template <uint32_t LOADS> MK_DEV void mk_pair_ask(uint4 (&q)[LOADS], const uint4
 #pragma unroll
     for (uint32_t j = 0; j < LOADS; j++) q[j] = mk_packet_load(j < PART ? a + 32 * j : b + 32 * (j - PART));
 }
-/* What they are: the lane's words of a pair's table (gpu.cu), which has zeros where the pair has no packet. */
+/* Words of a pair's table that those are, at least. */
 MK_DEV constexpr uint32_t mk_pair_words(uint32_t loads)
 {
     return (2 * mk_pair_part(loads) + 3) & ~3u;
 }
 static_assert(mk_pair_words(MK_PAIR_MOST / 32) == MK_PAIR_WORDS, "mk_pair_map");
-template <uint32_t WORDS> MK_DEV void mk_pair_map(uint32_t (&m)[WORDS], const uint4 *from)
-{
-#pragma unroll
-    for (uint32_t j = 0; j < WORDS; j += 4) {
-        const uint4 v = __ldg(from + j / 4);
-        m[j] = v.x, m[j + 1] = v.y, m[j + 2] = v.z, m[j + 3] = v.w;
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < WORDS; j++) mk_keep(&m[j]); /* not later */
-}
-/* By a warp: the bf16 values at [row, end) become f16 where they lie. Two eights of a lane at a time, the second of which is the first once more where there is none. */
-MK_DEV void mk_pair_f16(uint32_t row, uint32_t end, uint32_t lane, uint32_t less)
-{
-#pragma unroll 1
-    for (uint32_t i = row + 16 * lane; i < end; i += 1024) {
-        const uint32_t at[2] = {i, i + 512 < end ? i + 512 : i};
-        const uint4 v[2] = {mk_lds128(at[0]), mk_lds128(at[1])};
-#pragma unroll
-        for (uint32_t e = 0; e < 2; e++)
-            mk_sts128(at[e], mk_f16_pair_shifted(v[e].x, less), mk_f16_pair_shifted(v[e].y, less), mk_f16_pair_shifted(v[e].z, less), mk_f16_pair_shifted(v[e].w, less));
-    }
-}
 /* Stages the pair whose packets are `from` (the lane's first) at shared address `row`: its values in order, in the form that they are multiplied in, and zeros to the end
  * of the K block. What its products are multiplied by stands before them. first: the lane's first packet's number; both: the other part is another pair's, whose packets are the same;
  * m: what they are; q: a look at them. Part by part, as bf16, in a loop in which the second part moves up to the first one's place; where the form is f16 the warp goes over them once
@@ -497,20 +601,7 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
         }
         mk_keep(&wanted);
         mk_packets_wait_every<PART, true>(from, 32, wanted, epoch, 0, 0, first, *(uint4(*)[PART])q);
-        /* words first: the second half of a packet's last one may be the place of the next packet's first value, which comes later */
-#pragma unroll
-        for (uint32_t i = 0; i < PART; i++) {
-            const uint32_t turn = end[i] & 1 ? 0x5432 : 0x3210;
-            if (FP8 && wanted & 1u << i)
-                top = __vmaxu2(__vmaxu2(top, mk_magnitudes(q[i].x)), __vmaxu2(mk_magnitudes(q[i].y), mk_magnitudes(q[i].z))); /* behind the values are zeros */
-            if (end[i] > 1) mk_sts32(to[i], __byte_perm(q[i].x, q[i].y, turn));
-            if (end[i] > 5) mk_sts32(to[i] + 4, __byte_perm(q[i].y, q[i].z, turn));
-            if (end[i] > 9) mk_sts32(to[i] + 8, __byte_perm(q[i].z, 0, turn));
-        }
-        __syncwarp();
-#pragma unroll
-        for (uint32_t i = 0; i < PART; i++)
-            if (end[i] & 1) mk_sts16(to[i] - 2, q[i].x);
+        mk_pair_put<FP8>(to, end, wanted, *(uint4(*)[PART])q, &top);
 #pragma unroll
         for (uint32_t i = 0; i < PART; i++) {
             if (i + PART < LOADS) q[i] = q[i + PART];

@@ -490,6 +490,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
     if (d->tid < MK_EXPERT_LANES) x->chosen[d->tid] = 0;
     if (d->tid < sizeof x->id / 4) ((uint32_t *)x->id)[d->tid] = 0xffffffffu;
     for (uint32_t i = d->tid; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;
+    uint64_t had = 0;
 #pragma unroll 1
     for (uint32_t r0 = 0; r0 < nrows; r0 += batch) {
         const uint32_t end = nrows - r0 < batch ? nrows : r0 + batch;
@@ -523,6 +524,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
         if (!r0) mk_trace_input(d);
         const uint32_t r = r0 + d->warp;
         if (r < end) mk_route_row(d, t, r, bias, key + (r - r0) * 2 * n, (float *)key + ((r - r0) * 2 + 1) * n, out, x);
+        if (end == nrows) had = mk_logits_clear(d); /* complete; by a warp that has nothing else to do unless there are as many rows as warps */
     }
     if (nrows > 1) {
         mk_sync();
@@ -532,7 +534,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
     __syncwarp();
     if (nrows > 1 && d->warp == 0 && mk_arrives(d->lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full)); /* one row: mk_route_take */
     if (d->tid == 0) d->memo->route_parity ^= 1;
-    mk_logits_cleared(d, mk_logits_clear(d));
+    mk_logits_cleared(d, had);
     mk_sync();
 }
 
