@@ -240,7 +240,7 @@ MK_DEV void mk_tile_add_chosen(float4 *sum, const float *part, float f0, float f
 template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, mk_down_shared shared, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
-    constexpr uint32_t U = FP8 && NT == 2 ? 2 : 1; /* K blocks at once. (Of one tile, too: profiles/NOTES.md, thirty-fourth section; of more there are no registers.) */
+    constexpr uint32_t U = FP8 && NT == 2 ? 2 : 1; /* K blocks at once: a measurement, of one tile it is slower (profiles/NOTES.md, thirty-fourth section) */
     mk_shared *sh = mk_sh();
     const mk_lap lap = sh->lap;
     const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg, share = 1 << shared.log;
