@@ -160,14 +160,14 @@ template <uint32_t FORM> MK_DEV void mk_pairs_take(const mk_dev *d, const mk_rou
     mk_pair_map(m, (const uint4 *)(d->sh->args.map + f->plan.map) + d->lane * (MK_PAIR_WORDS / 4));
 #pragma unroll 1
     for (; p < p1; p += MK_WARPS) {
-        const uint32_t r = pairs->row[p], rank = pairs->rank[p], row = mk_smem(d->sh->staging) + (p - p0) * stride, end_row = row + stride - 32;
+        const uint32_t r = pairs->row[p], rank = pairs->rank[p], row = mk_smem(d->sh->staging) + (p - p0) * stride, end_row = row + (k + 63 & ~63u) * 2;
         const bool others = p + MK_WARPS < p1;
         const uint32_t then = others ? packet_of(p + MK_WARPS) : packet;
         uint32_t top = 0;
 #pragma unroll 1
         for (uint32_t i = k + (k & 1) + d->lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0); /* the last word of an odd number of values has its zero from the packet */
 #pragma unroll 1
-        for (uint32_t n = 0; n < per; n += TURN) { /* once or twice */
+        for (uint32_t n = 0; n < per; n += TURN) { /* once or twice; twice, the table's halves change places, and are back for the next pair */
             uint32_t to[MK_PAIR_ASKS], wanted = 0;
             int end[MK_PAIR_ASKS];
             uint4 q[MK_PAIR_ASKS];
@@ -240,7 +240,7 @@ MK_DEV void mk_tile_add_chosen(float4 *sum, const float *part, float f0, float f
 template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, mk_down_shared shared, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
-    constexpr uint32_t U = FP8 && NT == 2 ? 2 : 1; /* K blocks at once: a measurement, of one tile it is slower (profiles/NOTES.md, thirty-fourth section) */
+    constexpr uint32_t U = FP8 && NT == 2 ? 2 : 1; /* K blocks at once: kimi's 18 rows gain; models of one tile did not, by a change that did other things as well (profiles/NOTES.md, thirty-fourth section) */
     mk_shared *sh = mk_sh();
     const mk_lap lap = sh->lap;
     const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg, share = 1 << shared.log;
@@ -569,12 +569,12 @@ template <uint32_t LOADS> MK_DEV void mk_pair_ask(uint4 (&q)[LOADS], const uint4
 #pragma unroll
     for (uint32_t j = 0; j < LOADS; j++) q[j] = mk_packet_load(j < PART ? a + 32 * j : b + 32 * (j - PART));
 }
-/* Words of a pair's table that those are, at least. */
+/* Words of a pair's table that say what a lane's packets of both parts are, by whole loads (mk_pair_map). */
 MK_DEV constexpr uint32_t mk_pair_words(uint32_t loads)
 {
     return (2 * mk_pair_part(loads) + 3) & ~3u;
 }
-static_assert(mk_pair_words(MK_PAIR_MOST / 32) == MK_PAIR_WORDS, "mk_pair_map");
+static_assert(mk_pair_words(MK_PAIR_MOST / 32) == MK_PAIR_WORDS, "the longest pair's are the whole table");
 /* Stages the pair whose packets are `from` (the lane's first) at shared address `row`: its values in order, in the form that they are multiplied in, and zeros to the end
  * of the K block. What its products are multiplied by stands before them. first: the lane's first packet's number; both: the other part is another pair's, whose packets are the same;
  * m: what they are; q: a look at them. Part by part, as bf16, in a loop in which the second part moves up to the first one's place; where the form is f16 the warp goes over them once

@@ -524,7 +524,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
         if (!r0) mk_trace_input(d);
         const uint32_t r = r0 + d->warp;
         if (r < end) mk_route_row(d, t, r, bias, key + (r - r0) * 2 * n, (float *)key + ((r - r0) * 2 + 1) * n, out, x);
-        if (end == nrows) had = mk_logits_clear(d); /* complete; by a warp that has nothing else to do unless there are as many rows as warps */
+        if (end == nrows) had = mk_logits_clear(d); /* complete; by a warp that has nothing else to do unless the last batch has as many rows as there are warps */
     }
     if (nrows > 1) {
         mk_sync();

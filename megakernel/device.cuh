@@ -177,7 +177,7 @@ typedef struct mk_plan {
         };
     };
     uint32_t key;             /* the same for inputs that are staged alike; 0: none */
-    uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row */
+    uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row; EXPERT_DOWN: the table of a pair's packets there (0: none), packets of a pair */
     mk_hands hands;           /* how warps share wait 0's packets */
     uint16_t skip, by_per;    /* packets before the first that is wanted; of a division by hands.per: mk_hand_of */
     float inv_k;              /* 1 / the values of a norm: x.k, x.norm_group */
@@ -414,7 +414,7 @@ typedef struct mk_shared {
 #define MK_PAIR_HEAD    32u  /* bytes before a staged pair: what its products are multiplied by */
 #define MK_DOWN_ONE_ROWS 32u /* of weights, at most, for mk_down_one */
 #define MK_PAIR_WORDS   12u  /* of a lane in a pair's table: word j is of packet 32 j + lane. A multiple of 4 */
-/* What a packet of a pair of EXPERT_DOWN is to mk_pair_take: where the first of its values goes that begins a word, in bytes, and twice the number of values, less one if
+/* What a packet of a pair of EXPERT_DOWN is to mk_pair_put: where the first of its values goes that begins a word, in bytes, and twice the number of values, less one if
  * the first does not begin a word; 0: none. */
 #define MK_PAIR_WORD(value, n) ((n) ? ((value) + ((value) & 1)) * 2 | (2 * (n) - ((value) & 1)) << 16 : 0)
 #define MK_PAIR_TO(m)  ((m) & 0xffffu)

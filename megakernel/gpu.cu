@@ -483,7 +483,7 @@ static uint32_t pair_packets(const mk_gpu *g, const mk_insn *in)
     const mk_vec *u = &g->prog->vec[in->wait[0].vec];
     return u->nslice / in->expert.topk * u->slice_packets;
 }
-/* EXPERT_DOWN of one row: the packets of a pair, whether a warp gathers one at once and there is room for all of them. */
+/* EXPERT_DOWN: the packets of a pair and their table; of one row, whether a warp gathers a pair at once and there is room for all of them. */
 static void pairs_plan(const mk_gpu *g, const mk_insn *in, mk_plan *p)
 {
     p->packets = pair_packets(g, in);
