@@ -117,6 +117,12 @@ template <bool FP8, uint32_t N> MK_DEV void mk_pair_put(const uint32_t (&to)[N],
     for (uint32_t i = 0; i < N; i++)
         if (end[i] & 1) mk_sts16(to[i] - 2, q[i].x);
 }
+/* Zeros behind a pair's k values, up to the end of the K block: the last word of an odd number of values has its own from the packet. */
+MK_DEV void mk_pair_pad(uint32_t row, uint32_t k, uint32_t lane)
+{
+#pragma unroll 1
+    for (uint32_t i = k + (k & 1) + lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0);
+}
 /* By a warp: the bf16 values at [row, end) become f16 where they lie. Two eights of a lane at a time, the second of which is the first once more where there is none. */
 MK_DEV void mk_pair_f16(uint32_t row, uint32_t end, uint32_t lane, uint32_t less)
 {
@@ -164,8 +170,7 @@ template <uint32_t FORM> MK_DEV void mk_pairs_take(const mk_dev *d, const mk_rou
         const bool others = p + MK_WARPS < p1;
         const uint32_t then = others ? packet_of(p + MK_WARPS) : packet;
         uint32_t top = 0;
-#pragma unroll 1
-        for (uint32_t i = k + (k & 1) + d->lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0); /* the last word of an odd number of values has its zero from the packet */
+        mk_pair_pad(row, k, d->lane);
 #pragma unroll 1
         for (uint32_t n = 0; n < per; n += TURN) { /* once or twice; twice, the table's halves change places, and are back for the next pair */
             uint32_t to[MK_PAIR_ASKS], wanted = 0;
@@ -586,8 +591,7 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
     constexpr uint32_t PART = mk_pair_part(LOADS);
     const uint32_t per = f->plan.packets, k = f->in.expert.k, epoch = f->place.epoch[0];
     uint32_t top = 0;
-#pragma unroll 1
-    for (uint32_t i = k + (k & 1) + d->lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0); /* the last word of an odd number of values has its zero from the packet */
+    mk_pair_pad(row, k, d->lane);
 #pragma unroll 1
     for (uint32_t n = 0; n < per; n += 32 * PART, from += 32 * PART, first += 32 * PART) {
         uint32_t to[PART], wanted = 0;
