@@ -123,9 +123,10 @@ MK_DEV void mk_pair_pad(uint32_t row, uint32_t k, uint32_t lane)
 #pragma unroll 1
     for (uint32_t i = k + (k & 1) + lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0);
 }
-/* By a warp: the bf16 values at [row, end) become f16 where they lie. Two eights of a lane at a time, the second of which is the first once more where there is none. */
-MK_DEV void mk_pair_f16(uint32_t row, uint32_t end, uint32_t lane, uint32_t less)
+/* By a warp: a pair's k bf16 values, and the zeros behind them, become f16 where they lie. Two eights of a lane at a time, the second of which is the first once more where there is none. */
+MK_DEV void mk_pair_f16(uint32_t row, uint32_t k, uint32_t lane, uint32_t less)
 {
+    const uint32_t end = row + (k + 63 & ~63u) * 2;
 #pragma unroll 1
     for (uint32_t i = row + 16 * lane; i < end; i += 1024) {
         const uint32_t at[2] = {i, i + 512 < end ? i + 512 : i};
@@ -166,7 +167,7 @@ template <uint32_t FORM> MK_DEV void mk_pairs_take(const mk_dev *d, const mk_rou
     mk_pair_map(m, (const uint4 *)(d->sh->args.map + f->plan.map) + d->lane * (MK_PAIR_WORDS / 4));
 #pragma unroll 1
     for (; p < p1; p += MK_WARPS) {
-        const uint32_t r = pairs->row[p], rank = pairs->rank[p], row = mk_smem(d->sh->staging) + (p - p0) * stride, end_row = row + (k + 63 & ~63u) * 2;
+        const uint32_t r = pairs->row[p], rank = pairs->rank[p], row = mk_smem(d->sh->staging) + (p - p0) * stride;
         const bool others = p + MK_WARPS < p1;
         const uint32_t then = others ? packet_of(p + MK_WARPS) : packet;
         uint32_t top = 0;
@@ -193,7 +194,7 @@ template <uint32_t FORM> MK_DEV void mk_pairs_take(const mk_dev *d, const mk_rou
         packet = then;
         __syncwarp();
         const mk_f16_shift shift = mk_f16_shift_of(FP8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
-        if (FP8) mk_pair_f16(row, end_row, d->lane, shift.less);
+        if (FP8) mk_pair_f16(row, k, d->lane, shift.less);
         if (d->lane == 0) {
             uint32_t *table = (uint32_t *)d->sh->red + MK_DOWN_TABLE + (pairs->expert[p] - j0) * MK_MAX_ROWS + r;
             table[0] = __float_as_uint(FP8 ? __fmul_rn(routes->weight[r][rank], shift.inverse) : routes->weight[r][rank]);
@@ -615,7 +616,7 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
     __syncwarp();
     const mk_f16_shift shift = mk_f16_shift_of(FP8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
     if (d->lane == 0) mk_sts32(row - MK_PAIR_HEAD, __float_as_uint(FP8 ? __fmul_rn(weight, shift.inverse) : weight));
-    if (FP8) mk_pair_f16(row, row + (k + 63 & ~63u) * 2, d->lane, shift.less);
+    if (FP8) mk_pair_f16(row, k, d->lane, shift.less);
 }
 
 /* One row that mk_plan.dealt says fits, with up to 8 * EIGHTS rows of weights. Its choices are the union's experts, in that order. */
