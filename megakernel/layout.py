@@ -37,6 +37,7 @@ BRA, CALL, RET, EXIT, BRX, COLLECTIVE, BSSY, NOP = 0x947, 0x944, 0x950, 0x94D, 0
 SPLIT = (BRA, CALL, RET, BRX, COLLECTIVE)  # their targets' lowest eight bits stand apart; those of RET and BRX, to which a register is added, are the kernel's beginning
 MOVES = (0x802, 0x424)  # MOV, IMAD.MOV of 32 bits
 BRANCH = (0x0000000000007947, 0x000FEA0003800000)  # an unconditional one, five clocks, that waits for nothing
+STALL = 15 << 41  # of an instruction's upper word: clocks until the next one
 TURNED_STALL = 11  # clocks that a branch which was turned round leaves to what now follows it, and used to follow a jump
 EXECUTED = 256  # warps of all workers in a step: what fewer execute is not moved to the front
 BESIDE = 16  # models from this bit on: their steps of several rows, or at a long context; only of what no other step executes, whose order they leave as it is
@@ -264,14 +265,23 @@ def segments(k, models, gap):
     return result
 
 
+def stall(hi):
+    return (hi & STALL) >> 41
+
+
+def stalled(hi, clocks):
+    return hi & ~STALL | clocks << 41
+
+
 class Moved:
-    """The kernel in another order: .word; .gap; .at, the new place of each instruction, or of what follows it if it is left out; .origin, the instruction of each new place, None: added."""
+    """The kernel in another order: .word; .gap; .at, the new place of each instruction, or of what follows it if it is left out; .origin, the instruction of each new place, None: added;
+    .later, the instructions that wait longer, since a branch behind them is left out: what that led to may need their results, or the barriers that they set."""
 
     def __init__(self, k, models, rank=None, gap=GAPS[0]):
         c, rank = k.code, rank or [0] * len(k.functions)
         entry, *others = segments(k, models, gap)
         self.order = [entry] + sorted(others, key=lambda s: (not s[2], not of_one(s[2]), -bin(s[2]).count("1"), s[2], rank[s[3]]))
-        self.gap, self.added, self.turned, self.dropped = gap, 0, 0, 0
+        self.gap, self.added, self.turned, self.dropped, self.later = gap, 0, 0, 0, set()
         out, at = [], [None] * c.n  # out: (word, the old place that it leads to or None, the old place that it comes from or None)
         for s, after in zip(self.order, self.order[1:] + [None]):
             follows = after[0] if after else None
@@ -281,11 +291,14 @@ class Moved:
                 around = last and turns_round(lo, hi) and c.to[i] == follows and s[1] not in (follows, c.n)
                 if idle(lo, hi) and i > s[0] and c.op[i - 1] == BRA and c.word[i - 1][1] >> 27 & 1:
                     self.dropped += 1  # holds the place of what is done together by a warp that has parted: BRA.DIV leads there
-                elif last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F:
+                elif last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F and out and stall(out[-1][0][1]) + stall(hi) < 16:
                     self.dropped += 1
+                    (low, high), to, origin = out[-1]
+                    out[-1] = ((low, stalled(high, stall(high) + stall(hi))), to, origin)
+                    self.later.add(origin)
                 elif around:
                     self.turned += 1
-                    out.append(((lo ^ 1 << 15, hi & ~(15 << 41) | TURNED_STALL << 41), s[1], i))
+                    out.append(((lo ^ 1 << 15, stalled(hi, TURNED_STALL)), s[1], i))
                 else:
                     out.append(((lo, hi), c.to.get(i), i))
             if s[1] not in (follows, c.n) and not ends(lo, hi) and c.op[i] != CALL and not around:
@@ -352,6 +365,8 @@ def prove(k, m):
             raise Refused("instruction %#x: a call returns elsewhere" % (16 * i))
         if i + 1 < c.n and not ends(was, had) and c.op[i] != CALL and not comes_to(p + 1, c.to[i] if turned else i + 1):
             raise Refused("instruction %#x is followed by something else" % (16 * i))
+        if i + 1 < c.n and c.op[i + 1] == BRA and m.origin[m.at[i + 1]] != i + 1 and not ends(was, had) and stall(hi) < stall(had) + stall(c.word[i + 1][1]):
+            raise Refused("instruction %#x is followed too soon" % (16 * i))
     if not all(comes_to(p, i) for p, i in zip(m.table, c.table)):
         raise Refused("a table of branches leads elsewhere")
     if m.origin[0] != 0:
@@ -359,10 +374,12 @@ def prove(k, m):
 
 
 def same(c, m, i):
-    """Whether old instruction i stands at its new place, but for its target, its sense and stall if it was turned round, and a return address."""
+    """Whether old instruction i stands at its new place, but for its target, its sense and stall if it was turned round, a longer stall, and a return address."""
     (lo, hi), (was, had) = m.word[m.at[i]], c.word[i]
+    if i in m.later and stall(hi) > stall(had):
+        hi = stalled(hi, stall(had))
     if turns_round(was, had) and (lo ^ was) >> 15 & 1:
-        lo, hi, had = lo ^ 1 << 15, hi & ~(15 << 41), had & ~(15 << 41)
+        lo, hi, had = lo ^ 1 << 15, stalled(hi, 0), stalled(had, 0)
     if i in c.to:
         return aimed(lo, hi, 0, 16) == aimed(was, had, 0, 16)
     if i in c.back:

@@ -129,6 +129,14 @@ def sense(bad):
 spoiled("a branch turned round that is taken when it was", sense)
 
 
+def hurry(bad):
+    p = next(bad.at[i] for i in sorted(bad.later))
+    bad.word[p] = (bad.word[p][0], layout.stalled(bad.word[p][1], 1))
+
+
+spoiled("an instruction behind which a branch was left out, without the branch's clocks", hurry)
+
+
 def table(bad):
     bad.table[2] += 1
 
