@@ -5,11 +5,11 @@ PREFIX  ?= /usr/local
 BUILD   ?= build
 NVCC    ?= $(firstword $(wildcard $(shell command -v nvcc 2>/dev/null) /usr/local/cuda/bin/nvcc))
 NVFLAGS ?= -O3 -gencode arch=compute_90a,code=sm_90a
-# Compiles a CUDA source, with further flags.
+# Compiles a CUDA source, with further flags. LINEINFO=1: with source lines, which make the kernel four times as large, and are wrong once it is laid (below).
 define nvcc
 @mkdir -p $(@D)
 @echo '  nvcc $< $(1)'
-@$(NVCC) -std=c++17 -I. -lineinfo $(NVFLAGS) -Xcompiler -fno-exceptions,-fno-rtti,-fno-threadsafe-statics $(1) -MMD -MP -c -o $@ $<
+@$(NVCC) -std=c++17 -I. $(if $(LINEINFO),-lineinfo) $(NVFLAGS) -Xcompiler -fno-exceptions,-fno-rtti,-fno-threadsafe-statics $(1) -MMD -MP -c -o $@ $<
 endef
 SAN     ?=
 JOBS    ?= $(shell nproc)
@@ -36,7 +36,8 @@ DEPS    := build-essential libzmq3-dev libjansson-dev libcmocka-dev libnuma-dev 
 .SECONDARY:
 help:
 	@echo 'make deps         install what a fresh Debian 12 needs (apt; root or sudo)'
-	@echo 'make all          build mkd, mkctl and the client library into $(BUILD)/ (DEBUG=1: with fault injection, mkctl inject; use another BUILD)'
+	@echo 'make all          build mkd, mkctl and the client library into $(BUILD)/ (DEBUG=1: with fault injection, mkctl inject; LINEINFO=1: the kernels with'
+	@echo '                  source lines, for ncu and compute-sanitizer on profiles/onestep and race_gpu; use another BUILD for either)'
 	@echo 'make test         build and run every test (no GPU needed), plain and with sanitizers'
 	@echo 'make asan         the same with the address and undefined-behaviour sanitizers only'
 	@echo 'make demo         start the daemon on the small checkpoint, stream a generation, stop (PROMPT=, SEED=)'
@@ -65,6 +66,14 @@ LAID := $(addprefix $(BUILD)/megakernel/,kernel.cu.o baseline.cu.o)
 $(LAID): $(BUILD)/%.cu.o: $(BUILD)/plain/%.cu.o megakernel/layout.py megakernel/layout.txt
 	@mkdir -p $(@D)
 	@cp $< $@.new && python3 megakernel/layout.py apply $@.new megakernel/layout.txt && mv $@.new $@
+# And the resident kernel once more for each of layout.txt's models (megakernel/laid.h), whose entry is all that others see of it.
+MODELS  := $(shell sed -n 's/^. Models, from bit 0 on: //p' megakernel/layout.txt)
+ALONE   := $(MODELS:%=$(BUILD)/megakernel/kernel-%.o)
+LIBOBJ  += $(ALONE)
+$(ALONE): $(BUILD)/megakernel/kernel-%.o: $(BUILD)/plain/megakernel/kernel.cu.o megakernel/layout.py megakernel/layout.txt
+	@mkdir -p $(@D)
+	@objcopy --redefine-sym mk_kernel_all=mk_kernel_$(subst .,_,$(subst -,_,$*)) --keep-global-symbol mk_kernel_$(subst .,_,$(subst -,_,$*)) $< $@.new
+	@python3 megakernel/layout.py apply $@.new megakernel/layout.txt $* && mv $@.new $@
 $(BUILD)/plain/%.cu.o: %.cu
 	$(call nvcc)
 endif
@@ -114,10 +123,15 @@ $(BUILD)/tests/gpu/latency: $(BUILD)/tests/gpu/latency.o $(BUILD)/tests/gpu/cloc
 $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model: %: %.cu.o
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
-# The kernel as racecheck can follow it (device.cuh, mk_arrives), in front of the other.
+# In front of everything else, for programs with one kernel, which has to be in front as well: nothing of the library's is taken.
+$(BUILD)/one/%.o: %.c
+	@mkdir -p $(@D)
+	@echo '  cc $< (one kernel)'
+	@$(CC) $(CFLAGS) -DMK_ONE_KERNEL -c -o $@ $<
+# The kernel as racecheck can follow it (device.cuh, mk_arrives).
 $(BUILD)/race/%.cu.o: %.cu
 	$(call nvcc,-DMK_RACECHECK)
-$(BUILD)/tests/gpu/race_gpu: $(BUILD)/race/megakernel/kernel.cu.o $(BUILD)/tests/gpu/test_gpu.o $(TESTLIB) $(BUILD)/libmk.a
+$(BUILD)/tests/gpu/race_gpu: $(BUILD)/one/megakernel/kernel.o $(BUILD)/race/megakernel/kernel.cu.o $(BUILD)/tests/gpu/test_gpu.o $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 $(BUILD)/tests/gpu/libcount_api.so: tests/gpu/count_api.c
@@ -141,7 +155,7 @@ $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a
 $(BUILD)/profiles/baseline: $(BUILD)/profiles/baseline.o $(BUILD)/profiles/synthetic.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
-$(BUILD)/profiles/onestep: $(BUILD)/profiles/onestep.o $(BUILD)/profiles/synthetic.o $(BUILD)/plain/megakernel/kernel.cu.o $(BUILD)/libmk.a
+$(BUILD)/profiles/onestep: $(BUILD)/profiles/onestep.o $(BUILD)/profiles/synthetic.o $(BUILD)/one/megakernel/kernel.o $(BUILD)/plain/megakernel/kernel.cu.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 
@@ -169,12 +183,12 @@ check-gpu:
 	@BUILD=$(BUILD) tests/gpu/run.sh
 bench:
 	@BUILD=$(BUILD) profiles/bench.sh
-# What they run, without symbols, to be unpacked beside a copy of this tree.
+# What they run, without symbols, to be unpacked beside a copy of this tree. The dictionary reaches from one program to the next: all have the same kernels.
 gpu-package: tests
 	@[ -n '$(NVCC)' ] || { echo 'gpu-package: needs nvcc' >&2; exit 2; }
 	@set -e; d=$$(mktemp -d); trap "rm -rf $$d" EXIT; \
 	for f in $$(tests/gpu/run.sh --programs) profiles/baseline; do install -D -s -m 755 $(BUILD)/$$f $$d/build/$$f; done; \
-	XZ_OPT='-3 -T0' tar -C $$d -cJf $(BUILD)/gpu-package.tar.xz build; ls -s --block-size=M $(BUILD)/gpu-package.tar.xz
+	XZ_OPT='--lzma2=preset=3,dict=192MiB' tar -C $$d -cJf $(BUILD)/gpu-package.tar.xz build; ls -s --block-size=M $(BUILD)/gpu-package.tar.xz
 
 TRACE ?= t.json
 OUT   ?= step.svg

@@ -9,6 +9,7 @@
 #include "host/synth.h"
 #include "megakernel/ceiling.h"
 #include "megakernel/gpu.h"
+#include "megakernel/laid.h"
 #include "megakernel/submit.h"
 #include "host/absorb.h"
 #include "megakernel/selftest.h"
@@ -259,6 +260,7 @@ int mk_machine_gpu(const mk_plan *plan, const mk_checkpoint *ck, const mk_machin
     mk_gpu_config gc = {.slots = cfg->slots, .context = cfg->context, .unloaded = cfg->unloaded};
     if (!rc) rc = mk_ceiling_measure(0, &m->ceiling_gb_s, err);
     if (!rc) rc = mk_gpu_new(plan->prog, &gc, &g->gpu, err);
+    if (!rc) mk_log(MK_LOG_INFO, "kernel laid for %s", mk_laid_name(mk_laid_for(plan->prog)));
     if (!rc) rc = ck ? upload(plan, ck, g->gpu, err) : mk_synthesize(plan, g->gpu, err);
     if (!rc && cfg->self_test) rc = self_test(plan, ck, g->gpu, err);
     if (rc) {

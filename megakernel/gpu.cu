@@ -39,6 +39,7 @@ struct mk_gpu {
     const mk_program *prog;
     mk_gpu_config cfg;
     int device;
+    const void *entry; /* of the kernel as it is laid for this program */
     mk_gpu_args args;
     mk_alloc alloc[96];
     int n_alloc;
@@ -812,6 +813,7 @@ int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_e
     g->prog = p;
     g->cfg = *cfg;
     g->device = cfg->device;
+    g->entry = mk_kernel_entry(mk_laid_for(p));
     g->smem = info.smem;
     g->args.ring = ring;
     cudaError_t e;
@@ -819,8 +821,8 @@ int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_e
     if ((e = cudaSetDevice(g->device)) || (e = cudaStreamCreateWithFlags(&g->run, cudaStreamNonBlocking)) ||
         (e = cudaStreamCreateWithFlags(&g->copy, cudaStreamNonBlocking)) || (e = cudaEventCreateWithFlags(&g->left, cudaEventDisableTiming)) ||
         (e = cudaEventCreateWithFlags(&g->copied, cudaEventDisableTiming)) ||
-        (e = cudaFuncSetAttribute(mk_kernel_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, (int)g->smem)) ||
-        (e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, mk_kernel_entry(), MK_THREADS, g->smem))) {
+        (e = cudaFuncSetAttribute(g->entry, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)g->smem)) ||
+        (e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, g->entry, MK_THREADS, g->smem))) {
         mk_gpu_destroy(&g);
         return cuda_fail(err, e, "preparing the kernel");
     }
@@ -981,7 +983,7 @@ int mk_gpu_start(mk_gpu *g, uint32_t epoch0, mk_err *err)
     void *arg[1] = {&g->args};
     int rc = reset(g, epoch0, err);
     if (rc) return rc;
-    if ((e = cudaLaunchKernel(mk_kernel_entry(), dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) || (e = cudaEventRecord(g->left, g->run)))
+    if ((e = cudaLaunchKernel(g->entry, dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) || (e = cudaEventRecord(g->left, g->run)))
         return cuda_fail(err, e, "starting the kernel");
     g->running = 1;
     return MK_OK;
@@ -1086,7 +1088,7 @@ int mk_gpu_once(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, const mk_
         memset(g->fault, 0, sizeof *g->fault);
         if ((e = cudaMemcpy2D(g->sampling, sizeof(mk_sampling), &g->slot[0].sampling, sizeof(mk_slot), sizeof(mk_sampling), g->cfg.slots, cudaMemcpyHostToDevice)) ||
             (e = write_steps(g, step)) || (e = gains_make(g)) || (e = cudaMemset(g->args.abort, 0, 4)) || (e = cudaMemset(g->args.draw, 0, sizeof(mk_draws))) || (e = cudaDeviceSynchronize()) ||
-            (e = cudaLaunchKernel(mk_kernel_entry(), dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) ||
+            (e = cudaLaunchKernel(g->entry, dim3(g->prog->info.workers), dim3(MK_THREADS), arg, g->smem, g->run)) ||
             (e = cudaEventRecord(g->left, g->run)))
             rc = cuda_fail(err, e, "one step");
     }

@@ -884,7 +884,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
 }
 
 #ifndef MK_PHASED
-const void *mk_kernel_entry(void)
+const void *mk_kernel_all(void)
 {
     return (const void *)mk_resident;
 }

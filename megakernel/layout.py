@@ -1,24 +1,26 @@
 #!/usr/bin/env python3
 """Where the kernel's code lies. What a step executes is put side by side, in front of what it does not, in an object file or a program that nvcc has made.
 
-    layout.py apply FILE PROFILE            moves the code of FILE's kernels, in place; proves first that nothing but places changes
+    layout.py apply FILE PROFILE [MODEL]    moves the code of FILE's kernels, in place; proves first that nothing but places changes. For all models of the profile, or for MODEL alone
     layout.py learn FILE PROFILE CSV... [-- CSV...]
                                             makes PROFILE: FILE has the kernel as nvcc made it, CSV is a step of the model that it is named after, as ncu has executed it
                                             (profiles/layout.sh); behind --: a step of several rows, at a long context, or with a token drawn
     layout.py carry FILE PROFILE NEW        PROFILE, made of FILE's kernel, becomes one of NEW's, whose code is a little other: by the instructions that both have, in order. For a change of some
                                             lines, without a GPU
-    layout.py show FILE PROFILE             what apply would do
+    layout.py show FILE PROFILE [MODEL]     what apply would do
 
 Why: the SMs of a GPC share a cache of 128 KB of instructions, a layer executes more than that, and a jump to where nobody has been lately takes 300 clocks. ptxas leaves what
 hardly ever runs where the source has it: between two things that always run. (profiles/NOTES.md, twenty-ninth session, has what moving it is worth.)
 
 How: a kernel is one run of 16-byte instructions, behind its entry the functions that it calls. It is cut at the places where control may turn, into segments of what the same models
-execute; first come those that all execute, so that a model finds its code in a few long runs, and last what other steps (of several rows, at a long context, with a token drawn) execute beside. Segments are put
-in that order, and what relates to places is mended: relative targets, return addresses (a call's is moved into a register before it), tables of branches, symbols, the lists of places in .nv.info. Where
-a segment went on into the next one and does no longer, a branch is added; where a branch led to what is now behind it, it is turned round or left out. Line numbers (-lineinfo) are
-those of the code before: profile a build without this step (profiles/onestep).
+execute; first come those that all execute, so that a model finds its code in a few long runs, and last what other steps (of several rows, at a long context, with a token drawn) execute beside.
+For one model alone what its step executes comes first, then what lies beside, then what only steps of other models execute. Segments are put in that order, and what relates to places is mended:
+relative targets, return addresses (a call's is moved into a register before it), tables of branches, symbols, the lists of places in .nv.info. Where a segment went on into the next one and does
+no longer, a branch is added; where a branch led to what is now behind it, it is turned round or left out. Line numbers (make LINEINFO=1) are those of the code before: profile a build without this
+step (profiles/onestep).
 
-The profile names functions by what they are and by a digest of their code, so it can be of an older build: a function that has changed since is moved as a whole, if it was executed at all."""
+The profile names functions by what they are and by a digest of their code, so it can be of an older build: a function that has changed since is moved as a whole, if it was executed at all.
+A comment line "# Order of MODEL: FUNCTION..." in it says in what order that model's functions are to lie in a kernel for it alone; the others come behind, in the profile's order."""
 import bisect
 import collections
 import csv
@@ -41,6 +43,7 @@ STALL = 15 << 41  # of an instruction's upper word: clocks until the next one
 TURNED_STALL = 11  # clocks that a branch which was turned round leaves to what now follows it, and used to follow a jump
 EXECUTED = 256  # warps of all workers in a step: what fewer execute is not moved to the front
 BESIDE = 16  # models from this bit on: their steps of several rows, or at a long context; only of what no other step executes, whose order they leave as it is
+OTHERS = 31  # in a kernel for one model: steps of one row of the others, whose code lies behind all that
 GAPS = (4, 8, 16, 32, 64, 128)  # so many instructions of another kind stay between two segments of one, a branch around them being one, too; more if there is no room for the branches
 WIDER = 64  # times as many between two segments of what lies beside: who comes there has time, and branches saved there are room for those of one row
 
@@ -435,19 +438,38 @@ def write(k, m):
 
 # ---- the profile ----------------------------------------------------------------------------------------------------
 
+MODELS, ORDER = "# Models, from bit 0 on: ", "# Order of "
 
-def read_profile(path):
-    """Of each function its digest and (first, end, models) of what is executed, in the order in which functions are to lie."""
-    functions = {}
+
+def alone(who, bit):
+    """Of those who execute something, who counts in a kernel for the model of this bit."""
+    return who & 1 << bit or who >> BESIDE << BESIDE or (1 << OTHERS if who else 0)
+
+
+def read_profile(path, model=None):
+    """Of each function its digest and (first, end, models) of what is executed, in the order in which functions are to lie. model: as for a kernel that is for it alone."""
+    functions, models, order = {}, [], []
     with open(path) as f:
         for number, line in enumerate(f, 1):
+            if line.startswith(MODELS):
+                models = line[len(MODELS) :].split()
+            if line.startswith(ORDER) and line[len(ORDER) :].partition(":")[0] == model:
+                order = line.partition(":")[2].split()
             if line.startswith("#") or not line.strip():
                 continue
             m = re.fullmatch(r"(\S+) ([0-9a-f]{16})((?: \d+-\d+:[0-9a-f]+)+)\s*", line)
             if not m:
                 raise Refused("%s, line %d: expected a function, a digest and ranges FIRST-END:MODELS" % (path, number))
             functions[m[1]] = (m[2], [(int(a), int(b), int(c, 16)) for a, b, c in re.findall(r"(\d+)-(\d+):([0-9a-f]+)", m[3])])
-    return functions
+    if model is None:
+        return functions
+    if model not in models:
+        raise Refused("%s: no model %s, there are: %s" % (path, model, " ".join(models)))
+    for name in order:
+        if name not in functions:
+            raise Refused("%s: the order of %s has %s, which is none of the functions" % (path, model, name))
+    bit, places = models.index(model), {name: functions[name] for name in [*order, *functions]}
+    return {name: (digest, [(a, b, alone(who, bit)) for a, b, who in ranges]) for name, (digest, ranges) in places.items()}
 
 
 def models_of(k, profile):
@@ -520,12 +542,18 @@ def line_of(name, digest, who):
 
 
 def learn(file, path, pages, beside):
-    """Functions that PROFILE has already keep their order there: that in which a layer calls them is worth 1 % of a step in some models."""
-    known = list(read_profile(path)) if os.path.exists(path) else []
+    """Functions that PROFILE has already keep their order there, as do those of one model: that in which a layer calls them is worth 1 % of a step in some models."""
+    known, orders = [], []
+    if os.path.exists(path):
+        known = list(read_profile(path))
+        with open(path) as f:
+            orders = [line for line in f if line.startswith(ORDER)]
     k = resident(file)
     models = [0] * k.code.n
     if len(pages) > BESIDE:
         raise Refused("expected at most %d steps of one row, found %d" % (BESIDE, len(pages)))
+    if len(beside) > OTHERS - BESIDE:
+        raise Refused("expected at most %d other steps, found %d" % (OTHERS - BESIDE, len(beside)))
     for bit, page in [*enumerate(pages), *enumerate(beside, BESIDE)]:
         counts = counts_of(page)
         if len(counts) != k.code.n:
@@ -538,15 +566,16 @@ def learn(file, path, pages, beside):
 
     with open(path, "w") as f:
         f.write("# What a step of one row executes of the kernel, by profiles/layout.sh: function, digest of its code, ranges of its instructions and by which models. megakernel/layout.py reads it.\n")
-        f.write("# Models, from bit 0 on: %s\n" % names(pages))
+        f.write("%s%s\n" % (MODELS, names(pages)))
         if beside:
             f.write("# And what other steps (of several rows, at a long context, with a token drawn) execute beside, from bit %d on: %s\n" % (BESIDE, names(beside)))
+        f.writelines(orders)
         for first, end, name in sorted(k.functions, key=lambda f: known.index(f[2]) if f[2] in known else len(known)):
             f.write(line_of(name, k.code.digest(first, end), models[first:end]))
 
 
 def main(argv):
-    if len(argv) < 4 or argv[1] not in ("apply", "carry", "learn", "show") or (argv[1] in ("carry", "learn")) != (len(argv) > 4):
+    if len(argv) < 4 or argv[1] not in ("apply", "carry", "learn", "show") or (len(argv) < 5 if argv[1] in ("carry", "learn") else len(argv) > 5):
         sys.stderr.write(__doc__.split("\n\n")[1] + "\n")
         return 2
     what, file, path = argv[1:4]
@@ -558,7 +587,8 @@ def main(argv):
         if what == "carry":
             carry(file, path, argv[4])
             return 0
-        profile = read_profile(path)
+        model = argv[4] if len(argv) > 4 else None
+        profile = read_profile(path, model)
         data = bytearray(open(file, "rb").read())
         found = False
         for k in kernels(data):
@@ -569,8 +599,8 @@ def main(argv):
             m = moved(k, models, rank)
             prove(k, m)
             hot = sum(s[1] - s[0] for s in m.order if s[2])
-            print("  layout %s: %d of %d KB to the front, %d branches added, %d turned round, %d instructions left out%s" % (
-                k.name, hot // 64, k.code.n // 64, m.added, m.turned, m.dropped, ", %d functions are not those of the profile" % strange if strange else ""))
+            print("  layout %s%s: %d of %d KB to the front, %d branches added, %d turned round, %d instructions left out%s" % (
+                k.name, " for " + model if model else "", hot // 64, k.code.n // 64, m.added, m.turned, m.dropped, ", %d functions are not those of the profile" % strange if strange else ""))
             write(k, m)
         if not found:
             raise Refused("%s: no kernel that %s knows (nvcc must not have compressed it)" % (file, path))

@@ -1,6 +1,7 @@
 #!/bin/bash
 # profiles/layout.sh: what a step of one row executes of the kernel, and what one of eight rows, at context 32,768 or with a token drawn executes beside, for megakernel/layout.py, on the machine with the GPU (ncu,
-# 90 GB of device memory; some 20 seconds a step). Builds nothing; BUILD holds what `make tests` made. Writes $OUT/layout.txt (default: megakernel/layout.txt).
+# 90 GB of device memory; some 20 seconds a step). Builds nothing; BUILD holds what `make tests` made, LINEINFO=1 or not: it goes by instructions. Writes $OUT/layout.txt (default:
+# megakernel/layout.txt), which keeps its orders of functions.
 #   PRESETS="..."   of which the profile is to know (default: all)
 #   SEVERAL="..."   of which it is to know steps of eight rows (default: one of each kind of attention and of experts)
 #   FAR="..."       of which it is to know steps at context 32,768 (default: one of each kind of attention)

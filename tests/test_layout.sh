@@ -5,7 +5,7 @@ if [ ! -e "$plain" ]; then
     echo 'ok - layout: proof and its negative controls # SKIP built without nvcc'
     exit 0
 fi
-python3 - "$plain" "$BUILD/megakernel/kernel.cu.o" <<'PY'
+python3 - "$plain" "$BUILD" <<'PY'
 import random
 import subprocess
 import sys
@@ -14,7 +14,7 @@ import tempfile
 sys.path.insert(0, "megakernel")
 import layout
 
-plain, laid = sys.argv[1:]
+plain, build = sys.argv[1:]
 failed = []
 
 
@@ -30,6 +30,23 @@ def proves(k, m):
         print("# " + str(e))
         return False
     return True
+
+
+def refused(what, *args):
+    """By layout.py, in one line that has these words."""
+    run = subprocess.run([sys.executable, "megakernel/layout.py", *args], capture_output=True, text=True)
+    return run.returncode == 1 and run.stderr.count("\n") == 1 and all(word in run.stderr for word in what)
+
+
+def texts(path):
+    """The resident kernels in a file, as bytes."""
+    with open(path, "rb") as f:
+        data = bytearray(f.read())
+    return [e.bytes(".text." + k.name) for e in (layout.Elf(data, at) for at in layout.cubins(data)) if ".text." + k.name in e.section]
+
+
+def code_of(m):
+    return b"".join(layout.struct.pack("<QQ", *w) for w in m.word)
 
 
 k = layout.resident(plain)
@@ -53,13 +70,55 @@ for turn in range(3):
     check("code in a random order, %d: %d branches added, %d turned round" % (turn, m.added, m.turned), m.added + m.turned > 20 and proves(k, m))
 m = layout.moved(k, models, rank)
 check("code in the order of layout.txt", proves(k, m))
-data = bytearray(open(laid, "rb").read())
-check("which is what was linked", any(b"".join(layout.struct.pack("<QQ", *w) for w in m.word) == e.bytes(".text." + k.name) for e in (layout.Elf(data, at) for at in layout.cubins(data))))
+linked = [code_of(m)]
+check("which is what was built", texts(build + "/megakernel/kernel.cu.o") == linked)
 
 # what other steps execute beside comes behind what those of one row do, whose order it does not touch
 one = [s for s in layout.Moved(k, [layout.of_one(who) for who in models], rank, m.gap).order[1:] if s[2]]
 placed = [s for s in m.order[1:] if s[2]]
 check("code of other steps: behind that of one row, which stays as it is", placed[: len(one)] == one != placed and not any(layout.of_one(s[2]) for s in placed[len(one) :]))
+
+# a kernel for each model alone
+text = open("megakernel/layout.txt").read()
+names = next(line for line in text.splitlines() if line.startswith(layout.MODELS))[len(layout.MODELS) :].split()
+check("the orders in layout.txt are of its models", all(line[len(layout.ORDER) :].split(":")[0] in names for line in text.splitlines() if line.startswith(layout.ORDER)))
+for bit, name in enumerate(names):
+    own, places, _ = layout.models_of(k, layout.read_profile("megakernel/layout.txt", name))
+    a = layout.moved(k, own, places)
+    kinds = [0 if layout.of_one(s[2]) else 2 if s[2] == 1 << layout.OTHERS else 1 if s[2] else 3 for s in a.order[1:]]
+    counts = all(layout.of_one(o) == w & 1 << bit for w, o in zip(models, own))
+    check("for %s: its own step, what lies beside, other models, the rest" % name, proves(k, a) and counts and kinds == sorted(kinds) and {*kinds} == {0, 1, 2, 3})
+    linked.append(code_of(a))
+    check("for %s: it is what was built" % name, texts("%s/megakernel/kernel-%s.o" % (build, name)) == linked[-1:])
+check("all of these are in mkd, and differ", sorted(texts(build + "/mkd")) == sorted(set(linked)) and len(set(linked)) == 1 + len(names))
+check("onestep has the kernel as nvcc made it, and no other", texts(build + "/profiles/onestep") == texts(plain))
+check("race_gpu has its own kernel, and no other", texts(build + "/tests/gpu/race_gpu") == texts(build + "/race/megakernel/kernel.cu.o"))
+check("a model that is none is refused in a line", refused(["nobody", *names], "show", plain, "megakernel/layout.txt", "nobody"))
+
+
+def with_order(path, *functions):
+    """layout.txt with this order of the first model's functions."""
+    begin = "%s%s: " % (layout.ORDER, names[0])
+    with open(path, "w") as f:
+        f.write(begin + " ".join(functions) + "\n" + "".join(line for line in text.splitlines(True) if not line.startswith(begin)))
+    return path
+
+
+with tempfile.TemporaryDirectory() as d:
+    both = [f for f in k.functions[1:] if any(w & 1 for w in models[f[0] : f[1]])][-2:]
+
+    def hot(order):
+        """Where the code of both lies that the first model executes: (first, last) of each."""
+        own, places, _ = layout.models_of(k, layout.read_profile(with_order(d + "/layout.txt", *order), names[0]))
+        a = layout.moved(k, own, places)
+        at = [[a.at[i] for i in range(f[0], f[1]) if own[i] == 1] for f in both]
+        return proves(k, a) and [(min(p), max(p)) for p in at]
+
+    (one, two), (three, four) = hot([both[0][2], both[1][2]]), hot([both[1][2], both[0][2]])
+    check("two functions lie in the order of the profile's line", one[1] < two[0] and four[1] < three[0])
+    check("which is of that model alone", layout.read_profile(d + "/layout.txt") == layout.read_profile("megakernel/layout.txt") and refused(["nobody"], "show", plain, d + "/layout.txt", "nobody"))
+    check("a function in it that is none is refused in a line", refused(["_Z3foo", names[0]], "show", plain, with_order(d + "/layout.txt", both[0][2], "_Z3foo"), names[0]))
+
 with tempfile.TemporaryDirectory() as d:
     def page(name, counts):
         with open(d + "/" + name, "w") as f:
@@ -67,20 +126,21 @@ with tempfile.TemporaryDirectory() as d:
         return d + "/" + name
 
     pages = [page("one.csv", [400 * (who & 1) for who in models]), page("two.csv", [400 * (who >> 1 & 1) + 255 for who in models])]
+    with_order(d + "/layout.txt", k.functions[2][2], k.functions[1][2])
+    order = open(d + "/layout.txt").readline()
     layout.learn(plain, d + "/layout.txt", pages, [page("eight.csv", [i % 5 // 2 * 200 for i in range(c.n)])])
     learnt = layout.models_of(k, layout.read_profile(d + "/layout.txt"))
     check("what is learnt of such pages is read again", learnt[2] == 0 and learnt[0] == [who & 3 or (i % 5 == 4) << layout.BESIDE for i, who in enumerate(models)])
+    check("what is learnt anew keeps the order of a model's functions", order in open(d + "/layout.txt").readlines())
 
 # carried over to code that is a little other
 who = [1, 1, 1, 0, 0, 2, 2, 2]
 check("carried over: the same code, the same ranges", layout.carried(list("abcdefgh"), list("abcdefgh"), who) == (who, 0))
 check("carried over: what is new goes with what stands before it, what is gone is gone", layout.carried(list("abcdefgh"), list("abXcdegYh"), who) == ([1, 1, 1, 1, 0, 0, 2, 2, 2], 2))
 with tempfile.TemporaryDirectory() as d:
-    text = open("megakernel/layout.txt").read()
-    with open(d + "/layout.txt", "w") as f:
-        f.write(text)
+    before = open(with_order(d + "/layout.txt", k.functions[1][2])).read()
     run = subprocess.run([sys.executable, "megakernel/layout.py", "carry", plain, d + "/layout.txt", plain], capture_output=True, text=True)
-    check("carried over to itself, layout.txt is what it was", run.returncode == 0 and open(d + "/layout.txt").read() == text)
+    check("carried over to itself, layout.txt is what it was", run.returncode == 0 and open(d + "/layout.txt").read() == before)
 
 # a proof that cannot fail proves nothing
 def spoiled(name, spoil):
@@ -146,7 +206,6 @@ spoiled("a table of branches", table)
 with tempfile.NamedTemporaryFile("w", suffix=".txt") as f:
     f.write("# a profile\n_Z3foo 0123 1-2:3\n")
     f.flush()
-    run = subprocess.run([sys.executable, "megakernel/layout.py", "show", plain, f.name], capture_output=True, text=True)
-    check("a profile that is none is refused in a line", run.returncode == 1 and run.stderr.count("\n") == 1 and "line 2" in run.stderr)
+    check("a profile that is none is refused in a line", refused(["line 2"], "show", plain, f.name))
 sys.exit(bool(failed))
 PY

@@ -1,5 +1,6 @@
 #!/bin/bash
 # compute-sanitizer's memcheck over a short run of the tiny models that have all opcodes between them. $OUT/memcheck.json; FAMILIES, LIMIT (seconds a family).
+# A build with LINEINFO=1 has it name source lines, but those of kernels that are laid (megakernel/layout.py) are wrong.
 BUILD=${BUILD:-build}
 cd "$(dirname "$0")/../.." || exit 2
 OUT=${OUT:-$(mktemp -d)}

@@ -2,7 +2,7 @@
 # compute-sanitizer's racecheck on the tiny models: the kernel built so that racecheck can follow its barriers (MK_RACECHECK: every lane arrives for itself; nothing else
 # differs), which must show no hazard. That one arrival for a warp is sound and reported all the same is shown next to it by a kernel of a few lines
 # (race_model.cu): both correct forms where a lane arrives for its warp, both where every lane does, and one that is wrong and must be found.
-# $OUT/racecheck.json; FAMILIES, WORKERS (8), LIMIT (seconds a family).
+# $OUT/racecheck.json; FAMILIES, WORKERS (8), LIMIT (seconds a family). A build with LINEINFO=1 has it name source lines.
 BUILD=${BUILD:-build}
 cd "$(dirname "$0")/../.." || exit 2
 OUT=${OUT:-$(mktemp -d)}
