@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """In what order a model's functions lie in the kernel that is for it alone (megakernel/layout.txt, "# Order of MODEL"), searched for on the machine with the GPU.
 
-    BUILD=build OUT=DIR profiles/orders.py [--seconds 105] [--steps 200] [--seed 1] [--mkd "--kv-cache fp8"] MODEL...
+    [BUILD=build] [OUT=DIR] profiles/orders.py [--seconds 105] [--rows 1] [--steps 200] [--seed 1] [--begin DIR] [--mkd "--kv-cache fp8"] MODEL...
 
-Builds nothing: BUILD has mkctl and profiles/mkd-plain, a daemon with the kernel as nvcc made it, of which each order makes a copy. An order is worth the median step of one row at 2,048; a try takes a
-second and a half. First the order that layout.txt has and fifteen by chance, then the best ones with a function or two elsewhere. At the end the best four and that of layout.txt are measured three
-times more. Writes $OUT/layout.txt with the best one's line for each MODEL, and $OUT/orders-MODEL.json with all that was tried.
+Builds nothing: BUILD has mkctl and profiles/mkd-plain, a daemon with the kernel as nvcc made it, of which each order makes a copy. An order is worth the median step at 2,048 over that of layout.txt's
+order, the mean of that if there are several --rows (1,8); a try takes a second and a half. First the order that layout.txt has and fifteen by chance, then the best ones with a function or two
+elsewhere. At the end the best four and that of layout.txt are measured three times more. Writes $OUT/layout.txt (default: BUILD's) with the best one's line for each MODEL, and $OUT/orders-MODEL.json with all that was
+tried.
 
-What one GPU likes best is some 0.5 % less on the next (profiles/NOTES.md, thirty-ninth section): measure again elsewhere before it is kept."""
+What one GPU likes best is some 0.5 % less on the next (profiles/NOTES.md, thirty-ninth section): measure again on another before it is kept. --begin: with the best that DIR/orders-MODEL.json has
+instead of some by chance; --seconds 0: no others."""
 import argparse
 import concurrent.futures
 import glob
@@ -56,21 +58,21 @@ def lay(program, model, order, path):
 
 
 def measured(mkd, model, args):
-    """Milliseconds of a step."""
+    """Milliseconds of a step, by rows."""
     with tempfile.TemporaryDirectory() as d, open(d + "/err", "w+") as err:
         flags = ["--socket-dir", d, "--streams", "1", "--log-level", "warn", "--self-test", "no", "--kv-tokens", "4096", "--device", "gpu", "--preset", model, *args.mkd.split()]
         daemon = subprocess.Popen([mkd, *flags], stdout=subprocess.PIPE, stderr=err, text=True)
         try:
             ready = daemon.stdout.readline()
-            run = subprocess.run([BUILD + "/mkctl", "bench", "--socket-dir", d, "--ctx", "2048", "--rows", "1", "--steps", str(args.steps), "--out-dir", d], capture_output=True, text=True, timeout=60) if ready else None
+            run = subprocess.run([BUILD + "/mkctl", "bench", "--socket-dir", d, "--ctx", "2048", "--rows", args.rows, "--steps", str(args.steps), "--out-dir", d], capture_output=True, text=True, timeout=60) if ready else None
         finally:
             daemon.terminate()
             daemon.wait()
-        found = [json.load(open(path)) for path in glob.glob(d + "/*.json")]
-        if len(found) != 1:
+        found = [json.load(open(path)) for path in sorted(glob.glob(d + "/*.json"))]
+        if len(found) != len(args.rows.split(",")):
             err.seek(0)
             raise layout.Refused("%s: no step of %s was measured: %s" % (mkd, model, (err.read() + (run.stderr if run else "")).strip().replace("\n", "; ")))
-        return found[0]["ms_per_step"]["p50"]
+        return [one["ms_per_step"]["p50"] for one in found]
 
 
 def changed(order, chance):
@@ -90,49 +92,63 @@ def changed(order, chance):
 
 
 def search(program, model, args, workers, directory):
-    """(milliseconds, order) of all that was tried, the best first; and of the best few, and what layout.txt has, each measured again."""
+    """(worth, milliseconds, order) of all that was tried, the best first; and of the best few, and what layout.txt has, each measured again."""
     chance, begun, tried = random.Random(args.seed), time.monotonic(), []
     known = functions(program, model)
 
-    def times(orders, n):
+    def times(orders):
         paths = ["%s/%d" % (directory, i) for i in range(len(orders))]
         for done in [workers.submit(lay, program, model, o, p) for o, p in zip(orders, paths)]:
             done.result()
-        turns = [[measured(p, model, args) for p in paths] for _ in range(n)]
-        return list(zip(*turns))
+        return [measured(p, model, args) for p in paths]
 
-    orders = [known] + [chance.sample(known, len(known)) for _ in range(FIRST - 1)]
+    def worth(ms, of):
+        return statistics.mean(a / b for a, b in zip(ms, of))
+
+    if args.begin:
+        with open("%s/orders-%s.json" % (args.begin, model)) as f:
+            orders = [known] + [o for _, _, o in json.load(f)["tried"][:ROUND] if o != known]
+    else:
+        orders = [known] + [chance.sample(known, len(known)) for _ in range(FIRST - 1)]
+    base = None
     while True:
-        tried += [(t[0], o) for t, o in zip(times(orders, 1), orders)]
-        tried.sort(key=lambda x: x[0])
+        found = times(orders)
+        base = base or found[0]
+        tried += [(worth(ms, base), ms, o) for ms, o in zip(found, orders)]
+        tried.sort()
         if time.monotonic() - begun > args.seconds:
             break
         orders = []
         while len(orders) < ROUND:
-            o = changed(tried[min(int(chance.expovariate(1)), BEST, len(tried) - 1)][1], chance)
-            if o not in orders and all(o != t for _, t in tried):
+            o = changed(tried[min(int(chance.expovariate(1)), BEST, len(tried) - 1)][2], chance)
+            if o not in orders and all(o != t for _, _, t in tried):
                 orders.append(o)
-    last = [o for _, o in tried[:BEST]] + [known]
-    return tried, list(zip(times(last, 3), last))
+    last = [known] + [o for _, _, o in tried if o != known][:BEST]
+    turns = [times(last) for _ in range(3)]
+    base = [statistics.median(ms) for ms in zip(*(turn[0] for turn in turns))]
+    again = [(statistics.median(worth(turn[i], base) for turn in turns), [turn[i] for turn in turns], o) for i, o in enumerate(last)]
+    return tried, sorted(again), base
 
 
 def main():
     parser = argparse.ArgumentParser(description="An order of functions for the kernel of each model, searched for.")
     parser.add_argument("--seconds", type=float, default=105, help="of search for each model")
+    parser.add_argument("--rows", default="1", help="of the steps that are measured: 1,8")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--begin", metavar="DIR", help="with what an earlier search wrote there")
     parser.add_argument("--mkd", default="", help="further flags of mkd")
     parser.add_argument("model", nargs="+")
     args = parser.parse_args()
-    out, program = os.environ.get("OUT", "megakernel"), BUILD + "/profiles/mkd-plain"
+    out, program = os.environ.get("OUT", BUILD), BUILD + "/profiles/mkd-plain"
     with open(PROFILE) as f:
         lines = f.readlines()
     try:
         with concurrent.futures.ProcessPoolExecutor() as workers, tempfile.TemporaryDirectory() as directory:
             for model in args.model:
-                tried, again = search(program, model, args, workers, directory)
-                best, order = min((statistics.median(times), order) for times, order in again)
-                print("%-22s %d orders, %.4f to %.4f ms; layout.txt's %.4f, the best %.4f" % (model, len(tried), tried[0][0], tried[-1][0], statistics.median(again[-1][0]), best), flush=True)
+                tried, again, base = search(program, model, args, workers, directory)
+                best, _, order = again[0]
+                print("%-22s %d orders, %.4f to %.4f of layout.txt's %s ms; the best, measured again: %.4f" % (model, len(tried), tried[0][0], tried[-1][0], ", ".join("%.4f" % ms for ms in base), best), flush=True)
                 with open("%s/orders-%s.json" % (out, model), "w") as f:
                     json.dump({"tried": tried, "again": again}, f)
                 begin = "%s%s: " % (layout.ORDER, model)
