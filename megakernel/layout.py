@@ -40,7 +40,8 @@ SPLIT = (BRA, CALL, RET, BRX, COLLECTIVE)  # their targets' lowest eight bits st
 MOVES = (0x802, 0x424)  # MOV, IMAD.MOV of 32 bits
 BRANCH = (0x0000000000007947, 0x000FEA0003800000)  # an unconditional one, five clocks, that waits for nothing
 STALL = 15 << 41  # of an instruction's upper word: clocks until the next one
-TURNED_STALL = 11  # clocks that a branch which was turned round leaves to what now follows it, and used to follow a jump
+MOST_STALL = 11  # ptxas has longer ones with another bit beside them only
+TURNED_STALL = MOST_STALL  # clocks that a branch which was turned round leaves to what now follows it, and used to follow a jump
 EXECUTED = 256  # warps of all workers in a step: what fewer execute is not moved to the front
 BESIDE = 16  # models from this bit on: their steps of several rows, or at a long context; only of what no other step executes, whose order they leave as it is
 OTHERS = 31  # in a kernel for one model: steps of one row of the others, whose code lies behind all that
@@ -294,7 +295,7 @@ class Moved:
                 around = last and turns_round(lo, hi) and c.to[i] == follows and s[1] not in (follows, c.n)
                 if idle(lo, hi) and i > s[0] and c.op[i - 1] == BRA and c.word[i - 1][1] >> 27 & 1:
                     self.dropped += 1  # holds the place of what is done together by a warp that has parted: BRA.DIV leads there
-                elif last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F and out and stall(out[-1][0][1]) + stall(hi) < 16:
+                elif last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F and out and stall(out[-1][0][1]) + stall(hi) <= MOST_STALL:
                     self.dropped += 1
                     (low, high), to, origin = out[-1]
                     out[-1] = ((low, stalled(high, stall(high) + stall(hi))), to, origin)
