@@ -813,7 +813,7 @@ int mk_gpu_new(const mk_program *p, const mk_gpu_config *cfg, mk_gpu **out, mk_e
     g->prog = p;
     g->cfg = *cfg;
     g->device = cfg->device;
-    g->entry = mk_kernel_entry(mk_laid_for(p));
+    g->entry = mk_kernel_entry(cfg->laid ? (enum mk_laid)(cfg->laid - 1) : mk_laid_for(p));
     g->smem = info.smem;
     g->args.ring = ring;
     cudaError_t e;

@@ -24,6 +24,7 @@ enum mk_laid {
 #define X(symbol, ...) MK_LAID_FOR_##symbol,
     MK_LAID(X)
 #undef X
+    MK_LAID_KERNELS /* so many there are */
 };
 
 /* By what the program is made of, not by a name: a model of the same kinds of layers and experts gets the same kernel, one that is like none gets that for all. */

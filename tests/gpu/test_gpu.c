@@ -1,4 +1,4 @@
-/* The resident kernel against golden and twin, on the tiny checkpoint of every family. Ends with one line where there is no GPU. A JSON report goes to
+/* The resident kernel, its copies (megakernel/laid.h) in turn, against golden and twin, on the tiny checkpoint of every family. Ends with one line where there is no GPU. A JSON report goes to
  * $OUT/gpu.json ($OUT unset: the working directory): every figure, and by name what failed.
  *   test_gpu [-w WORKERS] [-f FAMILY] [-t TIMEOUT_MS] [-q]
  *     default: all families, with as many workers as the GPU has SMs and with 8; -q: a short run of kimi_linear (under compute-sanitizer) */
@@ -7,6 +7,7 @@
 #include "host/version.h"
 #include "instructions/validate.h"
 #include "megakernel/gpu.h"
+#include "megakernel/laid.h"
 #include "megakernel/submit.h"
 #include "tests/support/rig.h"
 
@@ -91,7 +92,8 @@ static machine *machine_open(const machine_config *c)
                       .param = zeroed(i->param_floats * 4)};
     TRY(mk_pack(m->plan, ck, &host, &err));
     mk_checkpoint_close(&ck);
-    mk_gpu_config gc = {.slots = SLOTS, .sweep = sweep, .context = m->context, .timeout_ms = c->timeout_ms ? c->timeout_ms : timeout_ms};
+    static uint32_t copies; /* of the kernel: each machine has the next one, and what two of them do is compared to the bit */
+    mk_gpu_config gc = {.slots = SLOTS, .sweep = sweep, .context = m->context, .timeout_ms = c->timeout_ms ? c->timeout_ms : timeout_ms, .laid = 1 + copies++ % MK_LAID_KERNELS};
     TRY(mk_gpu_new(m->plan->prog, &gc, &m->gpu, &err));
     TRY(mk_gpu_upload(m->gpu, &host, &err));
     TRY(mk_gpu_start(m->gpu, c->epoch0, &err));

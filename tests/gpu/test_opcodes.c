@@ -1,4 +1,4 @@
-/* Every opcode, alone: the resident kernel against the twin on fresh random inputs with everything else poisoned. What an instruction writes must be within its
+/* Every opcode, alone: the resident kernel (its copies in turn, by the seed: megakernel/laid.h) against the twin on fresh random inputs with everything else poisoned. What an instruction writes must be within its
  * tolerance (instructions/tolerance.h), everything else as it was, and a row's bits the same with 8, 3 and 1 rows in the step. Then the negative controls: wrong
  * instructions on the twin's side and a stray write, each of which must be found.
  *   test_opcodes [-s SEED] [-v] [FILTER ...]      FILTER: runs cases whose "OPCODE name" contains one of them (GEMV, fp8, 2304 ...); -v: every first

@@ -4,6 +4,7 @@
 #include "megakernel/exchange.h"
 #ifdef MK_CUDA
 #include "megakernel/gpu.h"
+#include "megakernel/laid.h"
 #endif
 #include "tests/support/progbuild.h"
 
@@ -358,7 +359,8 @@ int case_run_twin(mk_case *c, mk_err *err)
 #ifdef MK_CUDA
 int case_gpu_open(mk_case *c, struct mk_gpu **g, mk_err *err)
 {
-    mk_gpu_config gc = {.slots = c->mem.n_slots, .context = c->mem.max_context, .timeout_ms = 200};
+    const uint32_t copy = (uint32_t)(c->seed / 2 % MK_LAID_KERNELS); /* of the kernel: all of them in turn, epochs that wrap and others with each */
+    mk_gpu_config gc = {.slots = c->mem.n_slots, .context = c->mem.max_context, .timeout_ms = 200, .laid = 1 + copy};
     int rc = mk_gpu_new(&c->prog, &gc, g, err);
     if (!rc && (rc = mk_gpu_upload(*g, &c->mem, err))) mk_gpu_destroy(g);
     return rc;
