@@ -72,7 +72,7 @@ ALONE   := $(MODELS:%=$(BUILD)/megakernel/kernel-%.o)
 LIBOBJ  += $(ALONE)
 $(ALONE): $(BUILD)/megakernel/kernel-%.o: $(BUILD)/plain/megakernel/kernel.cu.o megakernel/layout.py megakernel/layout.txt
 	@mkdir -p $(@D)
-	@objcopy --redefine-sym mk_kernel_all=mk_kernel_$(subst .,_,$(subst -,_,$*)) --keep-global-symbol mk_kernel_$(subst .,_,$(subst -,_,$*)) $< $@.new
+	@entry=mk_kernel_$(subst .,_,$(subst -,_,$*)); objcopy --redefine-sym mk_kernel_all=$$entry --keep-global-symbol $$entry $< $@.new
 	@python3 megakernel/layout.py apply $@.new megakernel/layout.txt $* && mv $@.new $@
 $(BUILD)/plain/%.cu.o: %.cu
 	$(call nvcc)

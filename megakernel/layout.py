@@ -295,7 +295,7 @@ class Moved:
                 around = last and turns_round(lo, hi) and c.to[i] == follows and s[1] not in (follows, c.n)
                 if idle(lo, hi) and i > s[0] and c.op[i - 1] == BRA and c.word[i - 1][1] >> 27 & 1:
                     self.dropped += 1  # holds the place of what is done together by a warp that has parted: BRA.DIV leads there
-                elif last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F and out and stall(out[-1][0][1]) + stall(hi) <= MOST_STALL:
+                elif last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F and out and out[-1][2] is not None and stall(out[-1][0][1]) + stall(hi) <= MOST_STALL:
                     self.dropped += 1
                     (low, high), to, origin = out[-1]
                     out[-1] = ((low, stalled(high, stall(high) + stall(hi))), to, origin)
@@ -443,20 +443,23 @@ def write(k, m):
 MODELS, ORDER = "# Models, from bit 0 on: ", "# Order of "
 
 
+def comments(path, begin):
+    """What is behind `begin` in the lines that begin so."""
+    with open(path) as f:
+        return [line[len(begin) :] for line in f if line.startswith(begin)]
+
+
 def alone(who, bit):
     """Of those who execute something, who counts in a kernel for the model of this bit."""
     return who & 1 << bit or who >> BESIDE << BESIDE or (1 << OTHERS if who else 0)
 
 
-def read_profile(path, model=None):
-    """Of each function its digest and (first, end, models) of what is executed, in the order in which functions are to lie. model: as for a kernel that is for it alone."""
-    functions, models, order = {}, [], []
+def read_profile(path, model=None, order=None):
+    """Of each function its digest and (first, end, models) of what is executed, in the order in which functions are to lie. model: as for a kernel that is for it alone; order: instead of the one
+    that the profile has for it."""
+    functions = {}
     with open(path) as f:
         for number, line in enumerate(f, 1):
-            if line.startswith(MODELS):
-                models = line[len(MODELS) :].split()
-            if line.startswith(ORDER) and line[len(ORDER) :].partition(":")[0] == model:
-                order = line.partition(":")[2].split()
             if line.startswith("#") or not line.strip():
                 continue
             m = re.fullmatch(r"(\S+) ([0-9a-f]{16})((?: \d+-\d+:[0-9a-f]+)+)\s*", line)
@@ -465,8 +468,10 @@ def read_profile(path, model=None):
             functions[m[1]] = (m[2], [(int(a), int(b), int(c, 16)) for a, b, c in re.findall(r"(\d+)-(\d+):([0-9a-f]+)", m[3])])
     if model is None:
         return functions
+    models = " ".join(comments(path, MODELS)).split()
     if model not in models:
         raise Refused("%s: no model %s, there are: %s" % (path, model, " ".join(models)))
+    order = order or " ".join(comments(path, ORDER + model + ":")).split()
     for name in order:
         if name not in functions:
             raise Refused("%s: the order of %s has %s, which is none of the functions" % (path, model, name))
@@ -529,8 +534,7 @@ def carry(file, path, newer):
         who, n = carried(old.code.op[a:b], new.code.op[c:d], models[a:b])
         added += n
         lines.append(line_of(name, new.code.digest(c, d), who))
-    with open(path) as f:
-        head = [line for line in f if line.startswith("#")]
+    head = ["#" + line for line in comments(path, "#")]
     with open(path, "w") as f:
         f.writelines(head + lines)
     print("  layout %s: %d of %d functions carried over, %d instructions of them new" % (path, len(lines), len(profile), added))
@@ -545,11 +549,7 @@ def line_of(name, digest, who):
 
 def learn(file, path, pages, beside):
     """Functions that PROFILE has already keep their order there, as do those of one model: that in which a layer calls them is worth 1 % of a step in some models."""
-    known, orders = [], []
-    if os.path.exists(path):
-        known = list(read_profile(path))
-        with open(path) as f:
-            orders = [line for line in f if line.startswith(ORDER)]
+    known, orders = (list(read_profile(path)), comments(path, ORDER)) if os.path.exists(path) else ([], [])
     k = resident(file)
     models = [0] * k.code.n
     if len(pages) > BESIDE:
@@ -571,7 +571,7 @@ def learn(file, path, pages, beside):
         f.write("%s%s\n" % (MODELS, names(pages)))
         if beside:
             f.write("# And what other steps (of several rows, at a long context, with a token drawn) execute beside, from bit %d on: %s\n" % (BESIDE, names(beside)))
-        f.writelines(orders)
+        f.writelines(ORDER + line for line in orders)
         for first, end, name in sorted(k.functions, key=lambda f: known.index(f[2]) if f[2] in known else len(known)):
             f.write(line_of(name, k.code.digest(first, end), models[first:end]))
 

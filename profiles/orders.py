@@ -43,17 +43,13 @@ def functions(program, model):
 
 def lay(program, model, order, path):
     """A copy of the program whose kernel has the model's functions in this order."""
-    with open(program, "rb") as f:
-        data = bytearray(f.read())
-    profile = layout.read_profile(PROFILE, model)
-    profile = {name: profile[name] for name in [*order, *profile]}
-    k = max(layout.kernels(data), key=lambda k: k.code.n)
-    models, rank, _ = layout.models_of(k, profile)
+    k = layout.resident(program)
+    models, rank, _ = layout.models_of(k, layout.read_profile(PROFILE, model, order))
     m = layout.moved(k, models, rank)
     layout.prove(k, m)
     layout.write(k, m)
     with open(path, "wb") as f:
-        f.write(data)
+        f.write(k.elf.data)
     os.chmod(path, 0o755)
 
 

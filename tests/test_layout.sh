@@ -80,8 +80,8 @@ check("code of other steps: behind that of one row, which stays as it is", place
 
 # a kernel for each model alone
 text = open("megakernel/layout.txt").read()
-names = next(line for line in text.splitlines() if line.startswith(layout.MODELS))[len(layout.MODELS) :].split()
-check("the orders in layout.txt are of its models", all(line[len(layout.ORDER) :].split(":")[0] in names for line in text.splitlines() if line.startswith(layout.ORDER)))
+names = " ".join(layout.comments("megakernel/layout.txt", layout.MODELS)).split()
+check("the orders in layout.txt are of its models", all(line.split(":")[0] in names for line in layout.comments("megakernel/layout.txt", layout.ORDER)))
 for bit, name in enumerate(names):
     own, places, _ = layout.models_of(k, layout.read_profile("megakernel/layout.txt", name))
     a = layout.moved(k, own, places)
