@@ -7,10 +7,10 @@
 #ifndef MK_DELTA_STEP_CUH
 #define MK_DELTA_STEP_CUH
 
+#include "instructions/delta_places.cuh"
 #include "instructions/matvec.cuh"
 #include "instructions/value.cuh"
 
-#define MK_DELTA_DK   128u
 #define MK_DELTA_DV   128u /* at most */
 #define MK_DELTA_TAPS 4u
 #define MK_DELTA_COLS 4    /* columns of the state that a warp has in registers */
@@ -28,7 +28,7 @@ typedef struct mk_delta_row {
     alignas(16) float unscale[8];
 } mk_delta_row;
 static_assert(sizeof(mk_delta_row) * MK_MAX_ROWS <= MK_STAGING && sizeof(mk_delta_row) % 16 == 0, "eight rows fit");
-static_assert(2 * MK_DELTA_DK == MK_COMPUTE, "a thread has a channel of q or k");
+static_assert(2 * MK_DELTA_DK == MK_COMPUTE && MK_DELTA_WARPS == MK_WARPS, "a thread has a channel of q or k");
 
 /* The row reads what the row before it wrote: its state is at hand. */
 MK_DEV bool mk_row_follows(const mk_step *step, uint32_t r)
@@ -37,10 +37,12 @@ MK_DEV bool mk_row_follows(const mk_step *step, uint32_t r)
     return r > 0 && before->slot == row->slot && before->state_write == row->state_read && before->pos + 1 == row->pos;
 }
 
-/* By the controller, when it feeds the instruction: the item's state, parameters and weights are on their way to L2 before the instruction begins. */
-MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, const mk_fed *f, uint32_t lane)
+/* By the controller, when it feeds the instruction: where its values are in a step of one row, and the item's state, parameters and weights are on their way to L2 before the instruction begins. */
+MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, mk_fed *f, uint32_t lane)
 {
     const mk_delta *e = &f->in.delta;
+    const bool places = step->nrows == 1 && f->plan.map && lane < sizeof f->delta / 16;
+    const uint4 found = places ? __ldg((const uint4 *)(a->map + f->plan.map) + lane) : make_uint4(0, 0, 0, 0);
     const uint32_t params = (mk_delta_rate_at(e) + 1 + mk_delta_decays(e) + e->dv) * 4, state = (uint32_t)mk_delta_state_bytes(e);
 #pragma unroll 1
     for (uint32_t r = 0; r < step->nrows + 2; r++) { /* one loop for all: parameters, weights, then the rows' states */
@@ -55,6 +57,8 @@ MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, const mk_f
 #pragma unroll 1
         for (uint32_t i = lane * 128; i < bytes; i += 32 * 128) mk_prefetch(from + i);
     }
+    if (places) ((uint4 *)&f->delta)[lane] = found;
+    __syncwarp(); /* one lane says that the instruction is fed */
 }
 
 MK_DEV float mk_dot4(float4 a, float4 b)
@@ -141,11 +145,6 @@ MK_DEV float4 mk_delta_load(const mk_dev *d, const mk_delta *e, uint64_t matrix,
  * of the K block has of it, 8 values, with those of rows g and g + 8 of its tile. */
 #define MK_DELTA_LOADS(LOW) ((LOW) == MK_W_FP8 ? 4 : 8) /* 16 bytes each: rows g and g + 8 of every K block */
 
-/* Which input lane `lane` of the warp that takes block w has: eight lanes those of one quarter. */
-template <uint32_t LOW> MK_DEV uint32_t mk_delta_input(uint32_t w, uint32_t lane)
-{
-    return LOW == MK_W_FP8 ? (w >> 1) * 64 + (lane >> 3) * 16 + (w & 1) * 8 + (lane & 7) : w * 32 + lane;
-}
 /* Takes one input of a row: the warps' first half those of f. By all lanes. */
 template <uint32_t LOW> MK_DEV void mk_delta_take_input(const mk_dev *d, float x, mk_delta_row *row)
 {
@@ -282,11 +281,11 @@ template <uint32_t LOW> MK_DEV void mk_delta_take(const mk_dev *d, const mk_delt
     mk_spot input = {}; /* ptxas keeps alive, across all opcodes, what is not set on every path */
     uint4 input_look = make_uint4(0, 0, 0, 0);
     if (LOW) {
-        input = mk_spot_of(d, 1, (key ? e->z_off : e->f_off) + mk_delta_input<LOW>(d->warp & 3, lane), false);
+        input = mk_spot_of(d, 1, (key ? e->z_off : e->f_off) + mk_delta_input(LOW == MK_W_FP8, d->warp & 3, lane), false);
         input_look = mk_spot_look(&input, 0);
     }
     const float *const weight = d->a->param + e->param_off, *const param = weight + mk_delta_rate_at(e);
-    const mk_spot spot = mk_spot_of(d, 0, key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid, false);
+    const mk_spot spot = mk_spot_of(d, 0, mk_delta_channel(e, d->tid), false);
     const uint4 look = mk_spot_look(&spot, 0);
     const float4 w = __ldg((const float4 *)weight + d->tid), past = mk_delta_past(d, e, 0, d->tid);
 #pragma unroll 1
@@ -497,41 +496,19 @@ MK_DEV void mk_delta_convolve_one(float x, float4 w, float4 past, float4 *keep, 
     *keep = past;
 }
 
-/* What a thread has besides its channel of q or k, by units of 32 values: f (no low rank), b, v, z (no low rank); with a low rank there are fewer units than warps. */
-typedef struct mk_delta_unit {
-    bool is_f, is_b, is_v, has;
-    uint32_t i, k, index; /* the value, and where: of wait k; without one: `idle` of wait 0 */
-} mk_delta_unit;
-template <uint32_t LOW> MK_DEV mk_delta_unit mk_delta_unit_of(const mk_delta *e, bool head, uint32_t u, uint32_t units, uint32_t lane, uint32_t idle)
-{
-    const uint32_t nv = (e->dv + 31) / 32, nf = LOW ? 0 : head ? 1 : MK_DELTA_DK / 32;
-    mk_delta_unit t;
-    t.is_f = !LOW && u < nf, t.is_b = u == nf, t.is_v = u - nf - 1 < nv;
-    t.i = (t.is_f ? u : t.is_b ? 0 : t.is_v ? u - nf - 1 : u - nf - 1 - nv) * 32 + lane;
-    t.has = u < units && t.i < (t.is_f ? head ? 1 : MK_DELTA_DK : t.is_b ? 1 : e->dv);
-    t.k = !t.has || t.is_v ? 0 : LOW || t.is_b ? 2 : 1;
-    t.index = t.has ? (t.is_f ? e->f_off : t.is_v ? e->v_off : LOW || t.is_b ? e->b_off : e->z_off) + t.i : idle;
-    return t;
-}
-
-/* What a unit takes from memory. In front of the loop over units: what the compiler makes there of q's and k's state would be waited for before they are asked for. */
+/* What a unit takes from memory beside its packet. In front of the loop over units: what the compiler makes there of q's and k's state would be waited for before they are asked for. */
 typedef struct mk_delta_of_unit {
-    uint4 first; /* a first look at its packet; with a low rank behind f and z */
     float4 taps, before;
     float p; /* dt_bias, o_norm */
 } mk_delta_of_unit;
 template <uint32_t LOW>
-MK_DEV mk_delta_of_unit mk_delta_ask_unit(const mk_delta_unit *t, const uint4 *at, bool head, bool begins, const float *weight, const float *param, const uint8_t *from)
+MK_DEV mk_delta_of_unit mk_delta_ask_unit(const mk_delta_unit *t, bool head, bool begins, const float *weight, const float *param, const uint8_t *from)
 {
     mk_delta_of_unit of = {};
-    if (!t->has) return of;
-    if (!LOW) of.first = mk_packet_load(at);
-    if (t->is_v) {
-        of.taps = __ldg((const float4 *)weight + 2 * MK_DELTA_DK + t->i);
-        if (!begins) of.before = __ldcg((const float4 *)from + 2 * MK_DELTA_DK + t->i);
-    } else if (!LOW && !t->is_b) {
-        of.p = __ldg(param + 1 + t->i + (t->is_f ? 0 : head ? 1 : MK_DELTA_DK));
-    }
+    const bool v = t->has && t->is_v;
+    mk_ask_four(&of.taps, (const float4 *)weight + 2 * MK_DELTA_DK + t->i, v);
+    mk_ask_four(&of.before, (const float4 *)from + 2 * MK_DELTA_DK + t->i, v && !begins);
+    if (!LOW) of.p = __ldg(param + 1 + (!t->has || t->is_v || t->is_b ? 0 : t->i + (t->is_f ? 0 : head ? 1 : MK_DELTA_DK)));
     return of;
 }
 
@@ -541,57 +518,54 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
     const mk_delta *e = &in->delta;
     const mk_places *place = &mk_fed_of(in)->place;
     const mk_row *row = &d->step->row[0];
-    const uint32_t dv = e->dv, lane = d->lane, warp = d->warp, nv = (dv + 31) / 32, channels = 2 * MK_DELTA_DK + dv, matrix = (channels * MK_DELTA_TAPS * 4 + 127) & ~127u;
-    const bool key = d->tid >= MK_DELTA_DK, head = !LOW && e->decay == MK_DECAY_HEAD, begins = row->flags & MK_ROW_FIRST, has_z = LOW && 16 * warp < dv;
+    const uint32_t dv = e->dv, lane = d->lane, warp = d->warp, channels = 2 * MK_DELTA_DK + dv, matrix = (channels * MK_DELTA_TAPS * 4 + 127) & ~127u;
+    const bool head = !LOW && e->decay == MK_DECAY_HEAD, begins = row->flags & MK_ROW_FIRST, has_z = LOW && 16 * warp < dv;
     const float *const weight = d->a->param + e->param_off, *const param = weight + channels * MK_DELTA_TAPS;
     const uint8_t *const from = d->a->state + row->state_read * d->a->state_slot_bytes + e->state_off;
     uint8_t *const to = d->a->state + row->state_write * d->a->state_slot_bytes + e->state_off;
     mk_delta_row *const x = (mk_delta_row *)d->sh->staging;
     mk_staged_drop(d);
 
-    /* in the order in which they are needed, for they come from L2 one after the other */
+    /* packets first, then what is needed first: what is asked for comes from L2 one after the other */
+    const mk_delta_places *const where = &mk_fed_of(in)->delta;
+    const uint32_t units = mk_delta_units(e, LOW != 0, head), mine = mk_delta_channel(e, d->tid);
+    const auto found = [&](uint32_t what, uint32_t wait, uint32_t i) { return mk_delta_found(where->word[what][warp], i, d->sh->vec[in->wait[wait].vec].slice_packets); };
+    mk_delta_unit unit = mk_delta_unit_of(e, LOW != 0, head, warp, units, lane, mine);
+    const uint32_t own = found(MK_DELTA_OWN, 0, lane), input = LOW ? found(MK_DELTA_LOW, 1, mk_delta_input(LOW == MK_W_FP8, 0, lane)) : 0;
+    uint32_t other = found(MK_DELTA_UNIT, unit.k, lane);
+    const uint4 *const at = place->in[0] + own / 8, *other_at = place->in[unit.k] + other / 8, *const input_at = place->in[LOW ? 1 : 0] + input / 8;
+    uint4 low = make_uint4(0, 0, 0, 0), look, first = low;
+    if (LOW) low = mk_packet_load(input_at);
+    look = mk_packet_load(at);
+    mk_packet_again(&first, other_at, unit.has);
     mk_delta_tile<LOW> tile, z = {}; /* ptxas keeps alive, across all opcodes, what is not set on every path */
     float rate = 0;
     if (LOW) {
         const uint8_t *tape = d->a->tape + mk_fed_of(in)->plan.tape;
+        rate = __ldg(param);
         mk_delta_ask<LOW>(e, 0, tape, param, warp, lane, &tile);
         if (has_z) mk_delta_ask<LOW>(e, 1, tape, param, warp, lane, &z);
-        rate = __ldg(param);
     }
-
-    /* the places of the low rank's input, of the channel of q or k, of the unit's value, one after the other by the same code */
-    const uint32_t units = LOW ? 1 + nv : (head ? 1 : MK_DELTA_DK / 32) + 1 + 2 * nv, mine = key ? e->k_off + d->tid - MK_DELTA_DK : e->q_off + d->tid;
-    mk_delta_unit unit = mk_delta_unit_of<LOW>(e, head, warp, units, lane, mine);
-    uint32_t low = 0, own = 0, other = 0, k = LOW ? 1 : 0, index = LOW ? (key ? e->z_off : e->f_off) + mk_delta_input<LOW>(warp & 3, lane) : mine;
-#pragma unroll 1
-    for (uint32_t turn = LOW ? 0 : 1; turn < 3; turn++) {
-        low = own, own = other, other = mk_spot_find(d, k, index);
-        k = turn ? unit.k : 0, index = turn ? unit.index : mine;
-    }
-    const uint4 *const at = place->in[0] + own / 8, *other_at = place->in[unit.k] + other / 8;
-    uint4 look = mk_packet_load(LOW ? place->in[1] + low / 8 : at);
-
     float4 s[MK_DELTA_COLS], past = make_float4(0, 0, 0, 0);
-    if (!begins) past = __ldcg((const float4 *)from + d->tid);
+    mk_ask_four(&past, (const float4 *)from + d->tid, !begins);
     const float4 w = __ldg((const float4 *)weight + d->tid), *columns = (const float4 *)(from + matrix) + d->tid;
     asm("" : "+l"(columns)); /* or it is worked out for each */
+    mk_delta_of_unit of = mk_delta_ask_unit<LOW>(&unit, head, begins, weight, param, from);
 #pragma unroll
     for (uint32_t c = 0; c < MK_DELTA_COLS; c++) {
         s[c] = make_float4(0, 0, 0, 0);
-        if (!begins && warp + c * MK_WARPS < dv) s[c] = __ldcg(columns + c * MK_WARPS * (MK_DELTA_DK / 4));
+        mk_ask_four(&s[c], columns + c * MK_WARPS * (MK_DELTA_DK / 4), !begins && warp + c * MK_WARPS < dv);
     }
-
-    mk_delta_of_unit of = mk_delta_ask_unit<LOW>(&unit, other_at, head, begins, weight, param, from);
-    if (!LOW && unit.has && unit.is_f) rate = __ldg(param);
+    if (!LOW) rate = __ldg(param);
 
 #pragma unroll 1
     for (uint32_t u = warp;;) {
         if constexpr (LOW != 0) {
-            look = mk_packet_get(place->in[1] + low / 8, look, place->epoch[1], 1, 0, low / 8);
-            mk_delta_take_input<LOW>(d, mk_found_bf16(low, look), x);
+            low = mk_packet_get(input_at, low, place->epoch[1], 1, 0, input / 8);
+            mk_delta_take_input<LOW>(d, mk_found_bf16(input, low), x);
+            mk_packet_again(&look, at, look.w != place->epoch[0]); /* mostly it is there only now */
+            mk_packet_again(&first, other_at, unit.has && first.w != place->epoch[unit.k]);
             mk_sync();
-            look = mk_packet_load(at);
-            if (unit.has) of.first = mk_packet_load(other_at);
             uint32_t which = 0;
 #pragma unroll 1
             do {
@@ -613,16 +587,16 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         const uint32_t epoch = place->epoch[0], other_epoch = place->epoch[unit.k];
         uint32_t looks = 0;
         for (;;) {
-            const bool late = look.w != epoch, other_late = unit.has && of.first.w != other_epoch;
+            const bool late = look.w != epoch, other_late = unit.has && first.w != other_epoch;
             if (!late && !other_late) break;
             mk_packet_again(&look, at, late);
-            mk_packet_again(&of.first, other_at, other_late);
-            if (!mk_still_waiting(++looks, late ? 0 : unit.k, 0, (late ? own : other) / 8, late ? look.w : of.first.w)) break;
+            mk_packet_again(&first, other_at, other_late);
+            if (!mk_still_waiting(++looks, late ? 0 : unit.k, 0, (late ? own : other) / 8, late ? look.w : first.w)) break;
         }
         mk_waited(looks);
         if (LOW || u < MK_WARPS) mk_delta_convolve_one(mk_found_bf16(own, look), w, past, (float4 *)to + d->tid, x->qk + d->tid);
         if (unit.has) {
-            const float y = mk_found_bf16(other, of.first);
+            const float y = mk_found_bf16(other, first);
             if (unit.is_v)
                 mk_delta_convolve_one(y, of.taps, of.before, (float4 *)to + 2 * MK_DELTA_DK + unit.i, x->v + unit.i);
             else if (LOW || unit.is_b)
@@ -635,10 +609,12 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         u += MK_WARPS;
         if (LOW || u >= units) break;
         __syncwarp();
-        unit = mk_delta_unit_of<LOW>(e, head, u, units, lane, mine);
+        unit = mk_delta_unit_of(e, LOW != 0, head, u, units, lane, mine);
         other = mk_spot_find(d, unit.k, unit.index);
         other_at = place->in[unit.k] + other / 8;
-        of = mk_delta_ask_unit<LOW>(&unit, other_at, head, begins, weight, param, from);
+        first = make_uint4(0, 0, 0, 0);
+        mk_packet_again(&first, other_at, unit.has);
+        of = mk_delta_ask_unit<LOW>(&unit, head, begins, weight, param, from);
     }
     mk_sync();
     mk_trace_input(d);

@@ -24,6 +24,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     uint4 look = make_uint4(0, 0, 0, 0), gate = make_uint4(0, 0, 0, 0);
     if (residual) look = mk_packet_load(f->place.in[1] + i / 3);
     if (end & MK_END_GATED && unit) gate = mk_packet_load(f->place.in[2] + p->gate_at);
+    const float gain = end & MK_END_NEAR && unit ? __ldg(d->a->param + p->near_gain + i) : 0;
 
     const mk_tile t = p->tile;
     const mk_lap lap = sh->lap;
@@ -60,7 +61,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
             mk_publish_to((uint4 *)to, end & MK_END_F32, y, f->place.out_epoch);
         else if (to)
             *(float *)to = y;
-        if (end & MK_END_NEAR && mine) sh->near[i] = y;
+        if (end & MK_END_NEAR && mine) sh->near[i] = __fmul_rn(y, gain);
     }
     __syncwarp();
     if (d->lane == 0) {

@@ -1,5 +1,5 @@
-/* ROUTER on the device: a thread an expert, whose column has a value in each row of the segment. Semantics: router.c. h's slice comes from the instruction before, where that one has
- * left it (MK_END_NEAR), else from its packets. */
+/* ROUTER on the device: a thread an expert, whose column has a value in each row of the segment. Semantics: router.c. h's slice, times the norm's gammas, comes from the instruction before, where that
+ * one has left it (MK_END_NEAR), else from its packets. */
 #ifndef MK_ROUTER_CUH
 #define MK_ROUTER_CUH
 
@@ -30,17 +30,15 @@ template <uint32_t ROWS> MK_CALL void mk_router_of(const mk_insn *in)
     const mk_tile t = f->plan.tile;
     mk_memo *memo = d->memo;
     const mk_lap lap = sh->lap;
-    const uint32_t n = t.rows, turn = memo->turn, nrows = ROWS == 1 ? 1 : d->step->nrows, experts = in->router.experts, x = mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
-    const float *gamma = d->a->param + in->router.param_off;
+    const uint32_t n = t.rows, turn = memo->turn, nrows = ROWS == 1 ? 1 : d->step->nrows, experts = in->router.experts;
+    const bool near = ROWS == 1 && f->plan.end & MK_END_NEAR;
+    const uint32_t x = near ? mk_smem(sh->near) : mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
     mk_next slot = memo->next;
     const uint32_t first = mk_group_first(d->warp, slot.at), item = d->tid % (32 * MK_GROUP_WARPS);
     uint64_t *out = mk_sum_of(d, &sh->vec[in->signal_vec], in->signal_pub, experts, 0, 0);
 
-    if (ROWS == 1 && f->plan.end & MK_END_NEAR) {
-        const float g = d->tid < n ? __ldg(gamma + d->tid) : 0;
-        mk_sync(); /* the instruction before has left it */
-        if (d->tid < n) mk_sts32(x + 4 * d->tid, __float_as_uint(__fmul_rn(sh->near[d->tid], g)));
-    } else {
+    if (!near) {
+        const float *gamma = d->a->param + in->router.param_off;
         const mk_vec *h = &sh->vec[in->wait[0].vec];
         const uint32_t row_packets = h->nslice * h->slice_packets;
         if (ROWS > 1 && nrows > MK_MAX_ROWS / 2) mk_sync(); /* the product before is read: mk_red_base has but one place for so many rows */

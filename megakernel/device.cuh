@@ -3,6 +3,7 @@
 #ifndef MK_DEVICE_CUH
 #define MK_DEVICE_CUH
 
+#include "instructions/delta_places.cuh"
 #include "instructions/program.h"
 #include "megakernel/rings.h"
 #include "megakernel/schedule.h"
@@ -38,7 +39,7 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 #define MK_TILE_BYTES     1024u /* a chunk of 64 rows: ldmatrix may read as far, however few rows there are */
 #define MK_INSN_RING      4u
 #define MK_MAX_VEC        48u
-#define MK_MAX_START      3072u /* slice starts of all vectors, in shared memory */
+#define MK_MAX_START      2880u /* slice starts of all vectors, in shared memory */
 #define MK_MAX_NORM_HEADS 64u
 #define MK_ANGLES         64u /* sine and cosine of the first pairs of a query that turn */
 #define MK_MAX_PIECES     (8 * MK_COMPUTE) /* of the LM head */
@@ -177,7 +178,7 @@ typedef struct mk_plan {
         };
     };
     uint32_t key;             /* the same for inputs that are staged alike; 0: none */
-    uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row; EXPERT_DOWN: the table of a pair's packets there (0: none), packets of a pair */
+    uint32_t map, packets;    /* of wait 0: where its packets begin in mk_gpu_args.map, packets of a row; EXPERT_DOWN: the table of a pair's packets there (0: none), packets of a pair; DELTA_STEP: its table (0: none) */
     mk_hands hands;           /* how warps share wait 0's packets */
     uint16_t skip, by_per;    /* packets before the first that is wanted; of a division by hands.per: mk_hand_of */
     float inv_k;              /* 1 / the values of a norm: x.k, x.norm_group */
@@ -195,6 +196,7 @@ typedef struct mk_plan {
     uint32_t magic;           /* EXPERT_UP: of a division by T */
     union {
         uint32_t less;        /* EXPERT_UP: MK_STAGES_WORD of slices shorter than the tile */
+        uint32_t near_gain;   /* GEMV with MK_END_NEAR: the gammas that its result is left with */
         mk_down_shared shared; /* EXPERT_DOWN */
     };
     union {
@@ -205,7 +207,7 @@ typedef struct mk_plan {
 static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32,
        MK_END_ASIDE = 64, /* in a step of one row it is not the compute warps'; EXPERT_UP, EXPERT_DOWN: it waits for one that is not; MLA_PARTIAL: its queries are not */
-       MK_END_NEAR = 128 /* in a step of one row: GEMV: leaves its result in mk_shared.near for the next instruction; ROUTER: takes it there */ };
+       MK_END_NEAR = 128 /* in a step of one row: GEMV: leaves its result, times gammas, in mk_shared.near for the next instruction; ROUTER: takes it there */ };
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, pro) (0x40u | (f32) | (form) << 1 | (pro) << 3)
 #define MK_IS_ONE(run) ((run) - 0x40u < 0x30u)
@@ -239,8 +241,10 @@ typedef struct mk_places {
     uint32_t epoch[3], out_epoch;
     uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_*; with MK_TRACED where the step is */
     uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_* */
-    uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item; MLA: the first ones of its first two */
-    uint32_t after;             /* aside: hand_over */
+    union {
+        uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item; MLA: the first ones of its first two */
+        uint32_t after;                /* of what is done aside: hand_over */
+    };
 } mk_places;
 /* What thread 0 has noted of an instruction whose step is traced: low halves of the clock, 0: not seen. */
 typedef struct mk_trace_note {
@@ -254,6 +258,7 @@ typedef struct mk_fed {
     alignas(16) mk_insn in;
     mk_plan plan;
     mk_places place;
+    mk_delta_places delta; /* DELTA_STEP, of one row */
     mk_trace_note note;
 } mk_fed;
 
@@ -366,7 +371,7 @@ typedef struct mk_trace_now {
 typedef struct mk_shared {
     alignas(128) uint8_t staging[MK_STAGING]; /* gathered vectors; scratch of the opcodes that gather none */
     alignas(16) float red[MK_RED_FLOATS];     /* partial tiles of the compute warps */
-    float near[MK_SEGMENT_ROWS];              /* what a GEMV has published, for a ROUTER behind it */
+    float near[MK_SEGMENT_ROWS];              /* what a GEMV has published, times a ROUTER's gammas, which stands behind it */
     alignas(16) float sumsq[2][MK_MAX_ROWS][MK_WARPS]; /* of a gathered vector's row: by warp */
     alignas(16) uint32_t top[MK_MAX_ROWS][MK_WARPS];   /* bits of its largest magnitude */
     alignas(16) float head_rstd[MK_MAX_ROWS][MK_MAX_NORM_HEADS];

@@ -23,10 +23,10 @@ typedef struct mk_alloc {
     int pinned;
 } mk_alloc;
 
-/* An MLA_PARTIAL and where the table of its queries, and of those like it, is in args.map (mk_queries_places); 0: it has none. */
-typedef struct mk_queries {
+/* An instruction and where the table that it and those like it go by is in args.map: an MLA_PARTIAL's queries (mk_queries_places), a DELTA_STEP's values (mk_delta_places). at 0: it has none. */
+typedef struct mk_table {
     uint32_t insn, at;
-} mk_queries;
+} mk_table;
 
 /* The gammas of a gathered vector in the order of its packets: gains.cuh. */
 typedef struct mk_gain {
@@ -50,8 +50,9 @@ struct mk_gpu {
     uint32_t smem;
     uint32_t map_at[MK_MAX_VEC]; /* by vector: its first word in args.map */
     uint32_t pair_at[MK_MAX_VEC]; /* of those that EXPERT_DOWN reads: [32 lanes][MK_PAIR_WORDS] */
-    mk_queries queries[4];        /* of MLA_PARTIALs that differ */
-    uint32_t n_queries;
+    mk_table queries[4];          /* of MLA_PARTIALs that differ */
+    mk_table *delta;              /* of DELTA_STEPs that differ */
+    uint32_t n_queries, n_delta;
     mk_gain *gain, *gain_there; /* here; in device memory */
     uint32_t n_gain;
     /* pinned */
@@ -500,7 +501,7 @@ static int queries_alike(const mk_insn *a, const mk_insn *b)
     return v[0].vec == w[0].vec && v[0].slice0 == w[0].slice0 && v[0].nslice == w[0].nslice && v[1].vec == w[1].vec && v[1].slice0 == w[1].slice0 && v[1].nslice == w[1].nslice &&
            x->in_off == y->in_off && x->heads == y->heads && x->latent == y->latent && x->rope == y->rope && x->qk_stride == y->qk_stride;
 }
-static const mk_queries *queries_of(const mk_gpu *g, const mk_insn *in)
+static const mk_table *queries_of(const mk_gpu *g, const mk_insn *in)
 {
     for (uint32_t i = 0; i < g->n_queries; i++)
         if (queries_alike(&g->prog->insn[g->queries[i].insn], in)) return &g->queries[i];
@@ -553,6 +554,7 @@ static uint32_t queries_table(const mk_program *p, const mk_insn *in, uint32_t *
     return all;
 }
 
+#include "megakernel/delta_tables.cuh"
 #include "megakernel/gains.cuh"
 #include "megakernel/plans.cuh"
 
@@ -601,7 +603,12 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
                 route = in;
                 rc = plan_of(g, in, NULL, experts_of(insn, k, queue[w + 1]), &keys, &plan[k], err);
                 break;
-            case MK_OP_DELTA_STEP: plan[k].tape = tape + in->tape_off; break; /* it reads its segments itself */
+            case MK_OP_DELTA_STEP: {
+                const mk_table *table = delta_of(g, in);
+                plan[k].tape = tape + in->tape_off; /* it reads its segments itself */
+                plan[k].map = table ? table->at : 0;
+                break;
+            }
             case MK_OP_GEMV:
             case MK_OP_LM_HEAD:
                 seg[n_seg] = tape_seg(g, in, tape);
@@ -664,7 +671,9 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     mk_vec *vec = (mk_vec *)malloc(i->n_vec * sizeof *vec);
     uint32_t gains = 0; /* words */
     int rc = gains_wanted(g, &gains, err);
-    const uint32_t room = (uint32_t)(i->exchange_bytes / 16 + 1) + MK_MAX_VEC * (32 * MK_PAIR_WORDS + 3); /* words: a packet has 16 places or more, and a word here; pairs have a table a vector */
+    if (!rc) rc = deltas_wanted(g, err);
+    const uint32_t deltas = g->n_delta * MK_DELTA_TABLE_WORDS + 3;
+    const uint32_t room = (uint32_t)(i->exchange_bytes / 16 + 1) + MK_MAX_VEC * (32 * MK_PAIR_WORDS + 3) + deltas; /* words: a packet has 16 places or more, and a word here; pairs have a table a vector, DELTA_STEPs that differ one each */
     uint32_t *map = (uint32_t *)calloc(room + gains + 3, sizeof *map), n_map = 0;
     uint16_t *start = (uint16_t *)calloc(MK_MAX_START, sizeof *start);
     uint32_t n = 0, stats = MK_NONE;
@@ -700,9 +709,15 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     for (uint32_t k = 0; k < i->n_insn && !rc && g->n_queries < sizeof g->queries / sizeof *g->queries; k++) {
         if (p->insn[k].opcode != MK_OP_MLA_PARTIAL || queries_of(g, &p->insn[k])) continue;
         n_map += n_map & 1; /* pairs of words */
-        const uint32_t all = queries_table(p, &p->insn[k], map + n_map, room > n_map ? room - n_map : 0);
-        g->queries[g->n_queries++] = (mk_queries){k, all ? n_map : 0};
+        const uint32_t all = queries_table(p, &p->insn[k], map + n_map, room > n_map + deltas ? room - n_map - deltas : 0);
+        g->queries[g->n_queries++] = (mk_table){k, all ? n_map : 0};
         n_map += all;
+    }
+    n_map = n_map + 3 & ~3u;
+    for (uint32_t k = 0; k < g->n_delta && !rc; k++) {
+        if (!delta_table(p, &p->insn[g->delta[k].insn], (mk_delta_places *)(map + n_map))) continue;
+        g->delta[k].at = n_map;
+        n_map += MK_DELTA_TABLE_WORDS;
     }
     n_map = n_map + 3 & ~3u;
     for (uint32_t k = 0; k < g->n_gain; k++) {
@@ -1311,6 +1326,7 @@ void mk_gpu_destroy(mk_gpu **pg)
     if (g->copy) cudaStreamDestroy(g->copy);
     if (g->copied) cudaEventDestroy(g->copied);
     free(g->gain);
+    free(g->delta);
     free(g);
     *pg = NULL;
 }

@@ -46,6 +46,7 @@ static void router_plan(const mk_insn *in, const mk_seg *s, mk_plan *plan, uint3
     plan->tile = (mk_tile){MK_W_BF16, in->router.n, s->nkb, s->per_most, stages_of(s, s->per_most), 1, 0, 0, MK_SHIFT_ALL};
     if (!n || v->opcode != MK_OP_GEMV || !MK_IS_ONE(plan[-1].one) || v->signal_vec != w->vec || v->signal_pub != w->pub || v->signal_slice != w->slice0) return;
     plan[-1].end |= MK_END_NEAR;
+    plan[-1].near_gain = in->router.param_off;
     plan->end |= MK_END_NEAR;
 }
 
@@ -235,7 +236,7 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t 
         for (uint32_t k = 0, q = 0; k < n; k++) {
             const mk_insn *in = &insn[k];
             while (queue[q + 1] <= k) q++;
-            const mk_queries *table = in->opcode == MK_OP_MLA_PARTIAL ? queries_of(g, in) : NULL;
+            const mk_table *table = in->opcode == MK_OP_MLA_PARTIAL ? queries_of(g, in) : NULL;
             if (table) plan[k].queries = table->at;
             if (in->opcode == MK_OP_MLA_PARTIAL && ring_takes(g, in) && spaced(insn, plan, queue[q], k)) {
                 plan[k].one = MK_ONE_MLA;
@@ -277,7 +278,7 @@ static uint8_t one_row(const mk_insn *in, const mk_plan *p)
     switch (in->opcode) {
     case MK_OP_EXPERT_UP: return (uint8_t)(MK_ONE_UP + fp8);
     case MK_OP_EXPERT_DOWN: return !p->dealt ? 0 : (uint8_t)(MK_ONE_DOWN + 3 * fp8 + (p->tile.rows <= 16 ? 0 : p->tile.rows <= 24 ? 1 : 2));
-    case MK_OP_DELTA_STEP: return (uint8_t)(MK_ONE_DELTA + (!in->delta.rank ? 0 : in->delta.low[0].wtype == MK_W_FP8 ? 2 : 1));
+    case MK_OP_DELTA_STEP: return !p->map ? 0 : (uint8_t)(MK_ONE_DELTA + (!in->delta.rank ? 0 : in->delta.low[0].wtype == MK_W_FP8 ? 2 : 1));
     case MK_OP_ROUTE: /* all warps choose together then */
         if (t->experts > 2 * MK_COMPUTE || t->groups > 1 || (t->score != MK_SCORE_SIGMOID && !mk_route_plain(t))) return 0;
         return (uint8_t)(MK_ONE_ROUTE + (t->experts > MK_COMPUTE));

@@ -167,6 +167,14 @@ MK_DEV void mk_packet_again(uint4 *q, const uint4 *p, bool late)
                  : "memory");
     *q = make_uint4((uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32));
 }
+/* Asks for 16 bytes past L1, if they are wanted; else *q stays. In place: what is set on one path and loaded on another is set behind the load, and waits for it. */
+MK_DEV void mk_ask_four(float4 *q, const float4 *p, bool wanted)
+{
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "+f"(q->x), "+f"(q->y), "+f"(q->z), "+f"(q->w)
+                 : "l"(p), "r"((uint32_t)wanted)
+                 : "memory");
+}
 MK_DEV void mk_packet_store(uint4 *p, uint32_t x, uint32_t y, uint32_t z, uint32_t epoch)
 {
     uint64_t lo = (uint64_t)y << 32 | x, hi = (uint64_t)epoch << 32 | z;

@@ -1,0 +1,74 @@
+/* Where the threads of DELTA_STEP find their values in a step of one row (mk_delta_places), looked up by the host once for all layers whose values lie alike. Part of gpu.cu. */
+#ifndef MK_DELTA_TABLES_CUH
+#define MK_DELTA_TABLES_CUH
+
+#define MK_DELTA_TABLE_WORDS ((uint32_t)sizeof(mk_delta_places) / 4)
+
+static int deltas_alike(const mk_insn *a, const mk_insn *b)
+{
+    const mk_delta *x = &a->delta, *y = &b->delta;
+    for (uint32_t k = 0; k < 3; k++)
+        if (a->wait[k].vec != b->wait[k].vec || a->wait[k].slice0 != b->wait[k].slice0 || a->wait[k].nslice != b->wait[k].nslice) return 0;
+    return x->q_off == y->q_off && x->k_off == y->k_off && x->v_off == y->v_off && x->f_off == y->f_off && x->z_off == y->z_off && x->b_off == y->b_off && x->dv == y->dv &&
+           x->decay == y->decay && x->rank == y->rank && (!x->rank || x->low[0].wtype == y->low[0].wtype);
+}
+static const mk_table *delta_of(const mk_gpu *g, const mk_insn *in)
+{
+    for (uint32_t i = 0; i < g->n_delta; i++)
+        if (deltas_alike(&g->prog->insn[g->delta[i].insn], in)) return &g->delta[i];
+    return NULL;
+}
+/* All that the program's instructions want, without their places. */
+static int deltas_wanted(mk_gpu *g, mk_err *err)
+{
+    const mk_program *p = g->prog;
+    for (uint32_t k = 0; k < p->info.n_insn; k++) {
+        if (p->insn[k].opcode != MK_OP_DELTA_STEP || delta_of(g, &p->insn[k])) continue;
+        if (!(g->n_delta & g->n_delta - 1)) { /* twice as many */
+            mk_table *more = (mk_table *)realloc(g->delta, (g->n_delta ? 2 * g->n_delta : 1) * sizeof *more);
+            if (!more) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+            g->delta = more;
+        }
+        g->delta[g->n_delta++] = (mk_table){k, 0};
+    }
+    return MK_OK;
+}
+
+/* Where value `index` of wait k is, as mk_delta_found says it; *word: what would say it of a warp whose first value it is. 0: not among the wait's. */
+static int delta_find(const mk_program *p, const mk_insn *in, uint32_t k, uint32_t index, uint32_t *found, uint32_t *word)
+{
+    const mk_wait *w = &in->wait[k];
+    const mk_vec *v = &p->vec[w->vec];
+    const uint32_t *start = mk_vec_starts(p, v) + w->slice0;
+    uint32_t s = 0;
+    while (s < w->nslice && start[s + 1] <= index) s++;
+    if (s == w->nslice || index < start[s]) return 0;
+    const uint32_t packet = s * v->slice_packets, at = index - start[s];
+    const uint32_t cut = s + 1 < w->nslice ? start[s + 1] - index : 64, cut2 = s + 2 < w->nslice ? start[s + 2] - index : 64;
+    *found = (packet + at / 6) * 8 + at % 6;
+    *word = packet > MK_DELTA_MOST(13) || at > MK_DELTA_MOST(7) ? 0xffffffffu : MK_DELTA_WORD(packet, at, cut < 64 ? cut : 0, cut2 < 64 ? cut2 : 0);
+    return 1;
+}
+/* Writes the table of a DELTA_STEP. 0: there is none, for words cannot say where all values lie, and steps of one row go the way of several. */
+static int delta_table(const mk_program *p, const mk_insn *in, mk_delta_places *out)
+{
+    const mk_delta *e = &in->delta;
+    const bool low = e->rank != 0, head = !low && e->decay == MK_DECAY_HEAD, fp8 = low && e->low[0].wtype == MK_W_FP8;
+    const uint32_t units = mk_delta_units(e, low, head);
+    for (uint32_t t = 0; t < MK_DELTA_WARPS * 32; t++) {
+        const uint32_t warp = t / 32, lane = t % 32, mine = mk_delta_channel(e, t);
+        const mk_delta_unit unit = mk_delta_unit_of(e, low, head, warp, units, lane, mine);
+        const uint32_t first = mk_delta_input(fp8, warp % 4, 0), input = mk_delta_input(fp8, warp % 4, lane);
+        const uint32_t k[3] = {0, unit.k, 1}, index[3] = {mine, unit.index, (warp < 4 ? e->f_off : e->z_off) + input}, i[3] = {lane, lane, input - first};
+        for (uint32_t j = 0; j < (low ? 3u : 2u); j++) {
+            uint32_t found, word;
+            if (!delta_find(p, in, k[j], index[j], &found, &word)) return 0;
+            if (!lane) out->word[j][warp] = word;
+            if (j == MK_DELTA_UNIT && !unit.has) continue; /* nobody asks */
+            if (out->word[j][warp] == 0xffffffffu || mk_delta_found(out->word[j][warp], i[j], p->vec[in->wait[k[j]].vec].slice_packets) != found) return 0;
+        }
+    }
+    return 1;
+}
+
+#endif
