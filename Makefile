@@ -142,10 +142,7 @@ $(BUILD)/tests/gpu/test_%: $(BUILD)/tests/gpu/test_%.o $(TESTLIB) $(BUILD)/libmk
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 OPCASES := $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/gpu/opcodes_*.c))
-$(BUILD)/tests/test_compare: $(BUILD)/tests/test_compare.o $(OPCASES) $(TESTLIB) $(BUILD)/libmk.a
-	@echo '  link $@'
-	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
-$(BUILD)/tests/gpu/test_opcodes: $(BUILD)/tests/gpu/test_opcodes.o $(OPCASES) $(TESTLIB) $(BUILD)/libmk.a
+$(BUILD)/tests/test_compare $(BUILD)/tests/test_delta $(BUILD)/tests/gpu/test_opcodes: %: %.o $(OPCASES) $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a

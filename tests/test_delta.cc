@@ -1,4 +1,5 @@
-/* Where the threads of DELTA_STEP find their values in a step of one row (megakernel/delta_tables.cuh): of every preset that has any, and of vectors cut at random, against the vectors' slices. */
+/* Where the threads of DELTA_STEP find their values in a step of one row (megakernel/delta_tables.cuh): of every preset that has any, of the opcode cases, and of vectors cut at random, against the
+ * vectors' slices. */
 #include "tests/lanes/cuda.h"
 
 #include <setjmp.h>
@@ -6,6 +7,7 @@
 extern "C" {
 #include "host/planner.h"
 #include "host/preset.h"
+#include "tests/gpu/opcodes.h"
 #include <cmocka.h>
 }
 #include "instructions/delta_places.cuh"
@@ -47,7 +49,30 @@ static void test_presets(void **state)
     }
 }
 
-/* A vector of up to 900 values in slices of `least` to `most`; its starts are behind the ones before. */
+/* Those that are to go the way of several rows say so, and the others do not go it unawares. */
+static void test_opcode_cases(void **state)
+{
+    (void)state;
+    uint32_t words = 0, none = 0;
+    for (const case_spec *s = state_cases; s->op; s++) {
+        mk_case *c = case_new(s->workers ? s->workers : 3, 1);
+        s->make(c, s->arg);
+        uint32_t had = 0;
+        for (uint32_t k = 0; k < c->prog.info.n_insn; k++) {
+            mk_delta_places places;
+            had += delta_table(&c->prog, &c->prog.insn[k], &places) != 0;
+        }
+        if (strstr(s->name, "wide slices"))
+            none += had < c->prog.info.n_insn;
+        else if (had != c->prog.info.n_insn)
+            fail_msg("%s: %u of %u instructions can say where their values are", s->name, had, c->prog.info.n_insn);
+        words += had;
+        case_free(c);
+    }
+    assert_true(words > 20 && none == 2);
+}
+
+/* A vector of 700 values or a few more, in slices of `least` to `most`; its starts are behind the ones before. */
 static uint32_t cut(mk_vec *v, uint32_t *starts, uint32_t *n, uint32_t least, uint32_t most)
 {
     *v = mk_vec{};
@@ -105,6 +130,6 @@ static void test_cuts(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_presets), cmocka_unit_test(test_cuts)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_presets), cmocka_unit_test(test_opcode_cases), cmocka_unit_test(test_cuts)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

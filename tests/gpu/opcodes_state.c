@@ -6,7 +6,7 @@
 #include <string.h>
 
 typedef struct state_arg {
-    uint32_t dk, dv, decay, gate, rank, wtype, scale_k;
+    uint32_t dk, dv, decay, gate, rank, wtype, scale_k, wide;
 } state_arg;
 
 static void rows_of_streams(mk_case *c)
@@ -31,8 +31,9 @@ static void delta_make(mk_case *c, const void *arg)
     uint32_t W = c->prog.info.workers, n = 2 * a->dk + a->dv, f = a->decay == MK_DECAY_HEAD ? 1 : a->dk, start[64];
     uint64_t state = 512;
     for (uint32_t w = 0; w <= W; w++) start[w] = w * a->dv;
-    case_even(c, "qkv", MK_BF16, 0, W * n, 7);
-    case_even(c, "fz", MK_BF16, 0, W * (f + a->dv) + 2 * a->rank, 5);
+    const uint32_t fz = W * (f + a->dv) + 2 * a->rank; /* slices as models have them, or longer than one row's places can say (mk_delta_places) */
+    case_even(c, "qkv", MK_BF16, 0, W * n, a->wide ? 5 : (W * n + 96) / 97);
+    case_even(c, "fz", MK_BF16, 0, fz, a->wide ? 2 : (fz + 58) / 59);
     case_even(c, "low", MK_BF16, 0, W + 3, 2);
     case_packet(c, "o", MK_BF16, 1, start, W);
     for (uint32_t w = 0; w < W; w++) {
@@ -86,5 +87,7 @@ const case_spec state_cases[] = {
     {"DELTA_STEP", "rank 128 FP8 by 64, dv 36, silu", S(.dk = 128, .dv = 36, .decay = MK_DECAY_CHANNEL, .gate = MK_GATE_SILU, .rank = 128, .wtype = MK_W_FP8, .scale_k = 64)},
     {"DELTA_STEP", "rank 128 BF16, dv 128, sigmoid", S(.dk = 128, .dv = 128, .decay = MK_DECAY_CHANNEL, .gate = MK_GATE_SIGMOID, .rank = 128, .wtype = MK_W_BF16, .scale_k = 128)},
     {"DELTA_STEP", "decay by head, dv 36, sigmoid", S(.dk = 128, .dv = 36, .decay = MK_DECAY_HEAD, .gate = MK_GATE_SIGMOID)},
+    {"DELTA_STEP", "decay by channel, dv 64, wide slices", S(.dk = 128, .dv = 64, .decay = MK_DECAY_CHANNEL, .gate = MK_GATE_SIGMOID, .wide = 1)},
+    {"DELTA_STEP", "rank 128 FP8, dv 32, wide slices", S(.dk = 128, .dv = 32, .decay = MK_DECAY_CHANNEL, .gate = MK_GATE_SIGMOID, .rank = 128, .wtype = MK_W_FP8, .scale_k = 128, .wide = 1)},
     {0},
 };
