@@ -14,22 +14,20 @@ MOST = 32  # workers
 
 def instructions(path):
     """By step and layer: name, begin, input, multiplied, end."""
-    with open(path) as f:
-        events = [e for e in json.load(f)["traceEvents"] if e["ph"] == "X"]
-    workers, layers = collections.defaultdict(list), collections.defaultdict(list)
-    for e in events:
-        workers[e["tid"], e["pid"]].append(e)
-    for own in workers.values():
-        last = None
-        for e in sorted(own, key=lambda e: (e["ts"], -e["dur"])):  # an instruction, then its parts
-            begin, end = e["ts"], e["ts"] + e["dur"]
-            if "args" in e:
-                last = [e["name"], begin, begin, None, end]
-                layers[e["args"]["step"], e["args"]["layer"]].append(last)
-            elif last and e["name"] == "input":
-                last[2] = end
-            elif last and e["name"] == "compute":
-                last[3] = end
+    with open(path, encoding="utf-8") as f:
+        trace = json.load(f)
+    layers = collections.defaultdict(list)
+    for e in trace["traceEvents"]:  # an instruction, then its parts
+        if e["ph"] != "X" or e["tid"] == trace["otherData"]["workers"]:  # the critical path's own track
+            continue
+        begin, end = e["ts"], e["ts"] + e["dur"]
+        if "args" in e:
+            last = [e["name"], begin, begin, None, end]
+            layers[e["args"]["step"], e["args"]["layer"]].append(last)
+        elif e["name"] == "input":
+            last[2] = end
+        elif e["name"] == "compute":
+            last[3] = end
     return layers
 
 
