@@ -52,11 +52,9 @@ static int gains_wanted(mk_gpu *g, uint32_t *words, mk_err *err)
         if (x.prologue != MK_PRO_RMS) continue;
         const mk_gain key = gain_key(p, &p->insn[k], &x);
         if (gain_of(g, &key)) continue;
-        if (!(g->n_gain & g->n_gain - 1)) { /* twice as many */
-            mk_gain *more = (mk_gain *)realloc(g->gain, (g->n_gain ? 2 * g->n_gain : 1) * sizeof *more);
-            if (!more) return mk_fail(err, MK_E_CAPACITY, "out of memory");
-            g->gain = more;
-        }
+        mk_gain *more = (mk_gain *)room_for_one(g->gain, g->n_gain, sizeof *more);
+        if (!more) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+        g->gain = more;
         g->gain[g->n_gain++] = key;
         *words += key.packets * MK_GAIN_WORDS(key.per);
     }

@@ -9,6 +9,7 @@ extern "C" { /* C headers */
 #include "megakernel/device.cuh"
 #include "megakernel/kernel.h"
 #include "megakernel/submit.h"
+#include "megakernel/tables.cuh"
 
 #include <cuda_runtime.h>
 #include <sched.h>
@@ -22,11 +23,6 @@ typedef struct mk_alloc {
     void *p;
     int pinned;
 } mk_alloc;
-
-/* An instruction and where the table that it and those like it go by is in args.map: an MLA_PARTIAL's queries (mk_queries_places), a DELTA_STEP's values (mk_delta_places). at 0: it has none. */
-typedef struct mk_table {
-    uint32_t insn, at;
-} mk_table;
 
 /* The gammas of a gathered vector in the order of its packets: gains.cuh. */
 typedef struct mk_gain {
@@ -497,15 +493,11 @@ static void pairs_plan(const mk_gpu *g, const mk_insn *in, mk_plan *p)
 static int queries_alike(const mk_insn *a, const mk_insn *b)
 {
     const mk_mla *x = &a->mla, *y = &b->mla;
-    const mk_wait *v = a->wait, *w = b->wait;
-    return v[0].vec == w[0].vec && v[0].slice0 == w[0].slice0 && v[0].nslice == w[0].nslice && v[1].vec == w[1].vec && v[1].slice0 == w[1].slice0 && v[1].nslice == w[1].nslice &&
-           x->in_off == y->in_off && x->heads == y->heads && x->latent == y->latent && x->rope == y->rope && x->qk_stride == y->qk_stride;
+    return waits_alike(a, b, 2) && x->in_off == y->in_off && x->heads == y->heads && x->latent == y->latent && x->rope == y->rope && x->qk_stride == y->qk_stride;
 }
 static const mk_table *queries_of(const mk_gpu *g, const mk_insn *in)
 {
-    for (uint32_t i = 0; i < g->n_queries; i++)
-        if (queries_alike(&g->prog->insn[g->queries[i].insn], in)) return &g->queries[i];
-    return NULL;
+    return table_of(g->prog, g->queries, g->n_queries, queries_alike, in);
 }
 /* Packet q of slice s of a wait: its first value; how many it has. */
 static uint32_t packet_values(const uint32_t *start, uint32_t s, uint32_t q, uint32_t *value)
@@ -554,7 +546,6 @@ static uint32_t queries_table(const mk_program *p, const mk_insn *in, uint32_t *
     return all;
 }
 
-#include "megakernel/delta_tables.cuh"
 #include "megakernel/gains.cuh"
 #include "megakernel/plans.cuh"
 
@@ -604,7 +595,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
                 rc = plan_of(g, in, NULL, experts_of(insn, k, queue[w + 1]), &keys, &plan[k], err);
                 break;
             case MK_OP_DELTA_STEP: {
-                const mk_table *table = delta_of(g, in);
+                const mk_table *table = table_of(p, g->delta, g->n_delta, deltas_alike, in);
                 plan[k].tape = tape + in->tape_off; /* it reads its segments itself */
                 plan[k].map = table ? table->at : 0;
                 break;
@@ -671,7 +662,7 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     mk_vec *vec = (mk_vec *)malloc(i->n_vec * sizeof *vec);
     uint32_t gains = 0; /* words */
     int rc = gains_wanted(g, &gains, err);
-    if (!rc) rc = deltas_wanted(g, err);
+    if (!rc) rc = deltas_wanted(p, &g->delta, &g->n_delta, err);
     const uint32_t deltas = g->n_delta * MK_DELTA_TABLE_WORDS + 3;
     const uint32_t room = (uint32_t)(i->exchange_bytes / 16 + 1) + MK_MAX_VEC * (32 * MK_PAIR_WORDS + 3) + deltas; /* words: a packet has 16 places or more, and a word here; pairs have a table a vector, DELTA_STEPs that differ one each */
     uint32_t *map = (uint32_t *)calloc(room + gains + 3, sizeof *map), n_map = 0;
@@ -717,9 +708,8 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
     for (uint32_t k = 0; k < g->n_delta && !rc; k++) {
         if (!delta_table(p, &p->insn[g->delta[k].insn], (mk_delta_places *)(map + n_map))) continue;
         g->delta[k].at = n_map;
-        n_map += MK_DELTA_TABLE_WORDS;
+        n_map += MK_DELTA_TABLE_WORDS; /* whole sixteens of bytes, as gammas want them */
     }
-    n_map = n_map + 3 & ~3u;
     for (uint32_t k = 0; k < g->n_gain; k++) {
         mk_gain *t = &g->gain[k];
         t->map = g->map_at[t->vec] + t->slice0 * p->vec[t->vec].slice_packets;

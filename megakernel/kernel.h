@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* For cudaLaunchKernel: a grid of one block a worker, MK_THREADS threads, one argument (mk_gpu_args). In a program that has one kernel only (profiles/onestep, race_gpu: MK_ONE_KERNEL) that
- * one, whatever `laid` is. */
+/* For cudaLaunchKernel: a grid of one block a worker, MK_THREADS threads, one argument (mk_gpu_args). In a program that has one kernel only (profiles/onestep and mkd-plain, race_gpu:
+ * MK_ONE_KERNEL) that one, whatever `laid` is. */
 const void *mk_kernel_entry(enum mk_laid laid);
 
 const void *mk_kernel_all(void); /* kernel.cu's own; of its copies that are laid for one model, the Makefile makes it mk_kernel_<symbol> */

@@ -1,4 +1,4 @@
-/* Where the threads of DELTA_STEP find their values in a step of one row (megakernel/delta_tables.cuh): of every preset that has any, of the opcode cases, and of vectors cut at random, against the
+/* Where the threads of DELTA_STEP find their values in a step of one row (megakernel/tables.cuh): of every preset that has any, of the opcode cases, and of vectors cut at random, against the
  * vectors' slices. */
 #include "tests/lanes/cuda.h"
 
@@ -10,17 +10,7 @@ extern "C" {
 #include "tests/gpu/opcodes.h"
 #include <cmocka.h>
 }
-#include "instructions/delta_places.cuh"
-
-typedef struct mk_table {
-    uint32_t insn, at;
-} mk_table;
-typedef struct mk_gpu {
-    const mk_program *prog;
-    mk_table *delta;
-    uint32_t n_delta;
-} mk_gpu;
-#include "megakernel/delta_tables.cuh"
+#include "megakernel/tables.cuh"
 
 static void test_presets(void **state)
 {
@@ -36,14 +26,15 @@ static void test_presets(void **state)
         assert_int_equal(mk_preset_model(preset, &model, &err), MK_OK);
         assert_int_equal(mk_model_resolve(model, NULL, preset->weights, &err), MK_OK);
         assert_int_equal(mk_plan_make(model, &config, &plan, &err), MK_OK);
-        mk_gpu g = {plan->prog, NULL, 0};
-        assert_int_equal(deltas_wanted(&g, &err), MK_OK);
-        assert_int_equal(g.n_delta, 128); /* one a worker, for all layers */
-        for (uint32_t k = 0; k < g.n_delta; k++) {
+        mk_table *delta = NULL;
+        uint32_t n = 0;
+        assert_int_equal(deltas_wanted(plan->prog, &delta, &n, &err), MK_OK);
+        assert_int_equal(n, 128); /* one a worker, for all layers */
+        for (uint32_t k = 0; k < n; k++) {
             mk_delta_places places;
-            assert_true(delta_table(g.prog, &g.prog->insn[g.delta[k].insn], &places));
+            assert_true(delta_table(plan->prog, &plan->prog->insn[delta[k].insn], &places));
         }
-        free(g.delta);
+        free(delta);
         mk_plan_destroy(&plan);
         mk_model_destroy(&model);
     }

@@ -1,35 +1,52 @@
-/* Where the threads of DELTA_STEP find their values in a step of one row (mk_delta_places), looked up by the host once for all layers whose values lie alike. Part of gpu.cu. */
-#ifndef MK_DELTA_TABLES_CUH
-#define MK_DELTA_TABLES_CUH
+/* Tables in args.map that instructions go by, looked up by the host once for all layers whose values lie alike; and those of DELTA_STEP: where its threads find their values in a step of one
+ * row (mk_delta_places). Part of gpu.cu. */
+#ifndef MK_TABLES_CUH
+#define MK_TABLES_CUH
+
+#include "instructions/delta_places.cuh"
+#include "instructions/program.h"
+
+/* An instruction and where the table that it and those like it go by is: an MLA_PARTIAL's queries (mk_queries_places), a DELTA_STEP's values. at 0: it has none. */
+typedef struct mk_table {
+    uint32_t insn, at;
+} mk_table;
+
+/* Whether the first n waits are for the same slices, of whatever publication. */
+static int waits_alike(const mk_insn *a, const mk_insn *b, uint32_t n)
+{
+    for (uint32_t k = 0; k < n; k++)
+        if (a->wait[k].vec != b->wait[k].vec || a->wait[k].slice0 != b->wait[k].slice0 || a->wait[k].nslice != b->wait[k].nslice) return 0;
+    return 1;
+}
+static const mk_table *table_of(const mk_program *p, const mk_table *table, uint32_t n, int (*alike)(const mk_insn *, const mk_insn *), const mk_insn *in)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (alike(&p->insn[table[i].insn], in)) return &table[i];
+    return NULL;
+}
+/* A list of n entries with room for one more, perhaps moved: it grows at powers of two. NULL: out of memory. */
+static void *room_for_one(void *list, uint32_t n, size_t size)
+{
+    return n & n - 1 ? list : realloc(list, (n ? 2 * n : 1) * size);
+}
 
 #define MK_DELTA_TABLE_WORDS ((uint32_t)sizeof(mk_delta_places) / 4)
 
 static int deltas_alike(const mk_insn *a, const mk_insn *b)
 {
     const mk_delta *x = &a->delta, *y = &b->delta;
-    for (uint32_t k = 0; k < 3; k++)
-        if (a->wait[k].vec != b->wait[k].vec || a->wait[k].slice0 != b->wait[k].slice0 || a->wait[k].nslice != b->wait[k].nslice) return 0;
-    return x->q_off == y->q_off && x->k_off == y->k_off && x->v_off == y->v_off && x->f_off == y->f_off && x->z_off == y->z_off && x->b_off == y->b_off && x->dv == y->dv &&
+    return waits_alike(a, b, 3) && x->q_off == y->q_off && x->k_off == y->k_off && x->v_off == y->v_off && x->f_off == y->f_off && x->z_off == y->z_off && x->b_off == y->b_off && x->dv == y->dv &&
            x->decay == y->decay && x->rank == y->rank && (!x->rank || x->low[0].wtype == y->low[0].wtype);
 }
-static const mk_table *delta_of(const mk_gpu *g, const mk_insn *in)
+/* All that the program's instructions want, without their places: *n of them, in a list that is the caller's, also after a failure. */
+static int deltas_wanted(const mk_program *p, mk_table **delta, uint32_t *n, mk_err *err)
 {
-    for (uint32_t i = 0; i < g->n_delta; i++)
-        if (deltas_alike(&g->prog->insn[g->delta[i].insn], in)) return &g->delta[i];
-    return NULL;
-}
-/* All that the program's instructions want, without their places. */
-static int deltas_wanted(mk_gpu *g, mk_err *err)
-{
-    const mk_program *p = g->prog;
     for (uint32_t k = 0; k < p->info.n_insn; k++) {
-        if (p->insn[k].opcode != MK_OP_DELTA_STEP || delta_of(g, &p->insn[k])) continue;
-        if (!(g->n_delta & g->n_delta - 1)) { /* twice as many */
-            mk_table *more = (mk_table *)realloc(g->delta, (g->n_delta ? 2 * g->n_delta : 1) * sizeof *more);
-            if (!more) return mk_fail(err, MK_E_CAPACITY, "out of memory");
-            g->delta = more;
-        }
-        g->delta[g->n_delta++] = (mk_table){k, 0};
+        if (p->insn[k].opcode != MK_OP_DELTA_STEP || table_of(p, *delta, *n, deltas_alike, &p->insn[k])) continue;
+        mk_table *more = (mk_table *)room_for_one(*delta, *n, sizeof *more);
+        if (!more) return mk_fail(err, MK_E_CAPACITY, "out of memory");
+        *delta = more;
+        more[(*n)++] = (mk_table){k, 0};
     }
     return MK_OK;
 }
