@@ -238,7 +238,7 @@ template <uint32_t LOW> MK_DEV const uint8_t *mk_delta_segment(const uint8_t *se
     if (LOW != MK_W_FP8) return segment;
     scale[0] = __ldg((const float *)segment);
     scale[1] = __ldg((const float *)segment + (l->scale_k == 64));
-    return segment + 16;
+    return segment + MK_LINE_BYTES; /* behind at most two scales */
 }
 /* Decays and gates of all rows; begun by the loads of the warp's first tile, of f. */
 template <uint32_t LOW> MK_DEV void mk_delta_low(const mk_dev *d, const mk_delta *e, const uint8_t *tape, const float *param, mk_delta_row *rows, uint4 *a, float *scale)
@@ -468,7 +468,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
 /* The same sums in the same order, in half the instructions, and all that comes from memory is asked for before anything is waited for, the weights of f and z and what
  * their results meet included. The inputs of a low rank are there long before q, k and v: f and z are made meanwhile. */
 
-#define MK_DELTA_SEGMENT(LOW) ((LOW) == MK_W_FP8 ? (16 + MK_DELTA_DK * MK_DELTA_RANK + 127 & ~127u) : 2 * MK_DELTA_DK * MK_DELTA_RANK) /* bytes, f's: mk_delta_segment_bytes */
+#define MK_DELTA_SEGMENT(LOW) ((LOW) == MK_W_FP8 ? MK_LINE_BYTES + MK_DELTA_DK * MK_DELTA_RANK : 2 * MK_DELTA_DK * MK_DELTA_RANK) /* bytes, f's: mk_delta_segment_bytes */
 
 /* What a warp's tile of f or z takes from memory. */
 template <uint32_t LOW> struct mk_delta_tile {

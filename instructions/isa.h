@@ -104,12 +104,13 @@ enum mk_wtype { MK_W_BF16 = 1, MK_W_FP8 = 2 }; /* = enum mk_dtype */
 
 /* A matrix segment in memory, the unit a tape is made of. Rows [row0, row0 + rows) of a matrix with k columns:
  *   scales  f32[nkb][nseg], FP8 only: nkb = ceil(k / scale_k) column blocks, nseg = 128-row blocks that the rows touch:
- *           segment of row i = (phase + i) / 128 with phase = row0 mod 128; padded to a multiple of 16 bytes. Or, LM_HEAD only and said by scale_k = 0, f32[rows]: a
+ *           segment of row i = (phase + i) / 128 with phase = row0 mod 128; padded to a multiple of 128 bytes. Or, LM_HEAD only and said by scale_k = 0, f32[rows]: a
  *           scale a row, of all columns (nseg = rows, phase = 0)
  *   weights [kb][quarter][row][16 bytes]: K blocks of 64 bytes a row (64 FP8 or 32 BF16 values), the last one padded with zeros. Quarter q holds bytes
  *           [16 q, 16 q + 16) of every row's 64; rows are contiguous and unpadded
- * and the whole is padded to a multiple of 128 bytes. Eight rows of a quarter are a core matrix (8 x 16 bytes, contiguous) of wgmma's K-major layout without
- * swizzle: the next eight rows lie 128 bytes on, the next quarter 16 * rows. */
+ * and the whole is padded to a multiple of 128 bytes. Scales are, too, because a bulk copy from one place in a line to another takes a fifth longer (profiles/NOTES.md, forty-first session).
+ * Eight rows of a quarter are a core matrix (8 x 16 bytes, contiguous) of wgmma's K-major layout without swizzle: the next eight rows lie 128 bytes on, the next quarter 16 * rows. */
+#define MK_LINE_BYTES   128u
 #define MK_KBLOCK_BYTES  64u
 #define MK_QUARTER_BYTES 16u /* of a row */
 #define MK_SEGMENT_ROWS 128u /* rows of a segment at most (gate|up: of both together): eight tensor-core tiles, two K blocks a 16 KB stage */
@@ -514,7 +515,7 @@ MK_BOTH uint64_t mk_segment_scale_bytes(uint32_t wtype, uint32_t k, uint32_t nse
 {
     if (wtype != MK_W_FP8) return 0;
     uint64_t b = (uint64_t)mk_scale_blocks(k, scale_k) * nseg * 4;
-    return (b + 15) & ~(uint64_t)15;
+    return (b + MK_LINE_BYTES - 1) & ~(uint64_t)(MK_LINE_BYTES - 1);
 }
 MK_BOTH uint32_t mk_kblock_values(uint32_t wtype)
 {
@@ -529,7 +530,7 @@ MK_BOTH uint64_t mk_segment_bytes(uint32_t wtype, uint32_t rows, uint32_t k, uin
 {
     uint32_t v = mk_kblock_values(wtype);
     uint64_t b = mk_segment_scale_bytes(wtype, k, nseg, scale_k) + (uint64_t)((k + v - 1) / v) * rows * MK_KBLOCK_BYTES;
-    return (b + 127) & ~(uint64_t)127;
+    return (b + MK_LINE_BYTES - 1) & ~(uint64_t)(MK_LINE_BYTES - 1);
 }
 
 /* Bytes of DELTA_STEP's segment of f (which = 0) or z. */

@@ -332,7 +332,9 @@ static uint32_t stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, u
     const uint32_t ways = mk_ways(rows), at_once = mk_blocks_at_once(mk_form(wtype, 0), (rows < MK_SIDE_ROWS ? rows + 15 : MK_SIDE_ROWS) / 16);
     uint32_t best = 0, least = 0xffffffffu;
     for (uint32_t stages = 2 * first; stages >= first; stages -= MK_GROUPS) {
-        const uint32_t per = mk_small_quot(nkb + stages - 1, stages), work = stage_work(nkb, per, ways, at_once);
+        uint32_t per = mk_small_quot(nkb + stages - 1, stages);
+        per += rows & per & 1 && per < fit; /* whole lines */
+        const uint32_t work = stage_work(nkb, per, ways, at_once);
         if (work < least) least = work;
         if (100 * work <= (100 + more) * least) best = per;
     }

@@ -70,7 +70,7 @@ static __device__ double ref_weight(const ref_segment *s, uint32_t row, uint32_t
 {
     if (s->wtype == MK_W_BF16) return ref_bf16(s->at + ((size_t)(k / 8) * s->rows + row) * 16 + k % 8 * 2);
     uint32_t blocks = s->scale_k ? (s->k + s->scale_k - 1) / s->scale_k : 1, part = s->rows / s->halves, all = s->nseg * s->halves;
-    uint32_t bytes = (blocks * all * 4 + 15) / 16 * 16, half = row / part, i = row % part;
+    uint32_t bytes = (blocks * all * 4 + 127) / 128 * 128, half = row / part, i = row % part;
     float scale = ((const float *)s->at)[s->scale_k ? k / s->scale_k * all + half * s->nseg + (s->phase + i) / 128 : i]; /* 0: a scale a row */
     return (double)ref_fp8(s->at[bytes + ((size_t)(k / 16) * s->rows + row) * 16 + k % 16]) * scale;
 }

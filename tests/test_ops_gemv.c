@@ -73,7 +73,7 @@ static uint64_t pack(uint8_t *dst, const matrix *const *w, uint32_t m, uint32_t 
                 float f = block < (a->rows + scale_height(a) - 1) / scale_height(a) ? w[h]->scale[block * scales + kb] : 0;
                 memcpy(dst + at, &f, 4);
             }
-    at = (at + 15) & ~15ull;
+    at = (at + 127) & ~127ull;
     for (uint32_t kb = 0; kb < nkb; kb++)
         for (uint32_t h = 0; h < m; h++)
             for (uint32_t i = 0; i < n; i++)
@@ -305,7 +305,7 @@ static void test_fp8_codes(void **state)
     uint8_t *tape = one_tape(o, mk_segment_bytes(MK_W_FP8, 256, 64, 2, 128));
     const float scales[2] = {1.0f, 0.5f};
     memcpy(tape, scales, 8);
-    for (uint32_t i = 0; i < 256; i++) tape[16 + 16 * i] = (i & 0x7f) == 0x7f ? 0 : (uint8_t)i;
+    for (uint32_t i = 0; i < 256; i++) tape[MK_LINE_BYTES + 16 * i] = (i & 0x7f) == 0x7f ? 0 : (uint8_t)i;
     one_begin(o);
     one_row(o, 0, 0);
     one_put(o, vec, 0, x, NULL);
