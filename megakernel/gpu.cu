@@ -386,7 +386,6 @@ static int ring_takes(const mk_gpu *g, const mk_insn *in)
 }
 static_assert((232448 - sizeof(mk_shared) - MK_TILE_BYTES - 6144) / MK_STAGES / 128 * 128 >= MK_PAGE / MK_CACHE_STAGES * 2 * (512 + 64) + MK_CACHE_SKEW,
               "the ring takes 512 + 64 values of bf16 on an H200, beside the LOCAL vectors of kimi-linear-48b, which have 6,016 bytes");
-static_assert((232448 - sizeof(mk_shared) - MK_TILE_BYTES - 6016) / MK_STAGES / 128 * 128 >= 2 * (64 + 8 * 18 * MK_KBLOCK_BYTES), "and two of its experts share a stage: halves of 1,024 values, 18 rows");
 /* Pages of the cache of MLA_PARTIAL number k. */
 static mk_seg cache_seg(const mk_insn *in, uint32_t k)
 {
