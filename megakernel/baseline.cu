@@ -121,8 +121,6 @@ static void take(taker *t)
     __atomic_store_n(t->r.event_read, t->next, __ATOMIC_RELEASE);
 }
 
-#define WARM 24u
-
 /* Launches the graph until enough tokens were seen: a few launches ahead, so that the device never waits for the host. */
 static int drive(taker *t, cudaGraphExec_t exec, uint32_t chain, cudaStream_t s, mk_err *err)
 {
@@ -235,8 +233,8 @@ int mk_baseline_run(mk_gpu *g, const mk_program *p, const mk_baseline_config *cf
     memset(r, 0, sizeof *r);
     t.g = g;
     t.res = r;
-    t.warm = WARM;
-    t.want = WARM + cfg->steps;
+    t.warm = MK_BASELINE_WARM;
+    t.want = MK_BASELINE_WARM + cfg->steps;
     r->step_ms = (double *)malloc(cfg->steps * sizeof *r->step_ms);
     r->token = (uint32_t *)malloc(cfg->steps * sizeof *r->token);
     if (!r->step_ms || !r->token) return mk_fail(err, MK_E_CAPACITY, "out of memory");

@@ -13,6 +13,8 @@
 extern "C" {
 #endif
 
+#define MK_BASELINE_WARM 24u /* steps before those that are measured; tokens are compared from there on */
+
 enum mk_baseline_kind { MK_BASELINE_GRAPH = 0, MK_BASELINE_LAUNCH, MK_BASELINE_RESIDENT };
 
 typedef struct mk_baseline_config {

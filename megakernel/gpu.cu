@@ -794,7 +794,7 @@ static int ring_of(const mk_program *p, uint32_t smem, mk_ring *ring, mk_err *er
     const uint64_t local = (p->info.local_bytes + 127) & ~127ull, fixed = sizeof(mk_shared) + local + MK_TILE_BYTES; /* a tile may reach past the last stage */
     uint32_t scales = 0;
     for (uint32_t k = 0; k < p->queue[p->info.workers]; k++) {
-        const uint32_t b = (scales_of(&p->insn[k]) + 127) & ~127u;
+        const uint32_t b = scales_of(&p->insn[k]); /* whole lines */
         if (b > scales) scales = b;
     }
     const uint32_t need = MK_STAGES * (MK_STAGE_LEAST + scales);

@@ -138,6 +138,19 @@ typedef struct mk_slot {
 } mk_slot;
 static_assert(sizeof(mk_slot) == 144 && offsetof(mk_slot, credits) == 8, "slot layout: one look brings generation, cancel, credits");
 
+/* What the id of a pinned stream's row number `count`, from 1 on, is made of: splitmix64. */
+MK_BOTH uint64_t mk_pinned_random(uint64_t seed, uint32_t count)
+{
+    uint64_t x = seed + count * 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ x >> 31;
+}
+MK_BOTH uint32_t mk_pinned_id(uint64_t random, uint32_t vocab)
+{
+    return (uint32_t)(((random >> 32) * vocab) >> 32);
+}
+
 enum {
     MK_ROW_LOGITS = 1,  /* the row needs logits */
     MK_ROW_SAMPLE = 2,  /* choose the next token from them */

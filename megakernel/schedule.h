@@ -415,13 +415,10 @@ MK_SCHED_CALL void mk_sched_pinned(mk_sched *s, mk_step *d)
     MK_SCHED_LOOP
     for (uint32_t k = 0; k < t->pin_rows; k++) {
         mk_row *row = &d->row[d->nrows++];
-        uint64_t x = t->pin_seed + ++t->pin_count * 0x9e3779b97f4a7c15ull; /* splitmix64 */
-        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-        x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-        x ^= x >> 31;
+        const uint64_t x = mk_pinned_random(t->pin_seed, ++t->pin_count);
         *row = first;
         row->pos = t->pin - 1 + k;
-        row->token = (uint32_t)(((x >> 32) * t->pin_vocab) >> 32);
+        row->token = mk_pinned_id(x, t->pin_vocab);
         if (k + 1 < t->pin_rows) row->flags |= MK_ROW_EXTRA;
     }
 }

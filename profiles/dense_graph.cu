@@ -344,7 +344,7 @@ template <uint32_t SPLITS> static __global__ void __maxnreg__(128) attention(con
     }
 }
 
-/* Takes the last step's token, and begins the next one with the id that SCHEDULE gives a pinned stream's row (megakernel/schedule.h, mk_sched_pinned). */
+/* Takes the last step's token, and begins the next one with the id that SCHEDULE gives a pinned stream's row. */
 static __global__ void begin(const __grid_constant__ state s)
 {
     __shared__ uint32_t id;
@@ -358,23 +358,19 @@ static __global__ void begin(const __grid_constant__ state s)
         }
         *s.best = 0;
         *s.steps = n + 1;
-        uint64_t x = s.seed + (n + 1) * 0x9e3779b97f4a7c15ull;
-        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
-        x = (x ^ x >> 27) * 0x94d049bb133111ebull;
-        x ^= x >> 31;
-        id = (uint32_t)((x >> 32) * VOCAB >> 32);
+        id = mk_pinned_id(mk_pinned_random(s.seed, n + 1), VOCAB);
     }
     __syncthreads();
     const uint32_t w = __ldg((const uint32_t *)(s.embed + (size_t)id * HIDDEN) + threadIdx.x);
     ((float2 *)s.h)[threadIdx.x] = make_float2(low(w), high(w));
 }
 
-/* A segment's 16-byte pieces, [K block][quarter][row], to rows of one or two matrices (instructions/isa.h, mk_wtype). */
-static __global__ void unpack(uint4 *first, uint4 *second, const uint4 *segment, uint32_t rows, uint32_t halves, uint32_t row_pieces)
+/* A segment of one or two matrices, quarter by quarter, to their rows, of so many quarters each. */
+static __global__ void unpack(uint4 *first, uint4 *second, const uint8_t *segment, uint32_t rows, uint32_t halves, uint32_t quarters)
 {
-    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * halves * row_pieces; i += gridDim.x * blockDim.x) {
-        const uint32_t row = i % (rows * halves), piece = i / (rows * halves);
-        (row < rows ? first : second)[(size_t)(row % rows) * row_pieces + piece] = segment[i];
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * halves * quarters; i += gridDim.x * blockDim.x) {
+        const uint32_t row = i % (rows * halves), quarter = i / (rows * halves);
+        (row < rows ? first : second)[(size_t)(row % rows) * quarters + quarter] = *(const uint4 *)(segment + mk_quarter_at(rows * halves, quarter / 4, quarter % 4, row));
     }
 }
 
@@ -407,9 +403,9 @@ static bool bf16_of(const mk_mat *w, uint32_t n, uint32_t k)
     return w->wtype == MK_W_BF16 && w->n == n && w->k == k;
 }
 
-extern "C" int mk_dense_graph_fits(const mk_model *m, const mk_plan *plan)
+extern "C" int mk_dense_graph_fits(const mk_model *m, uint32_t rows)
 {
-    if (m->hidden != HIDDEN || m->layers != LAYERS || m->vocab != VOCAB || m->embed_scale != 1 || plan->prog->info.expert_bytes || !bf16_of(&m->lm_head, VOCAB, HIDDEN)) return 0;
+    if (rows != 1 || m->hidden != HIDDEN || m->layers != LAYERS || m->vocab != VOCAB || m->embed_scale != 1 || !bf16_of(&m->lm_head, VOCAB, HIDDEN)) return 0;
     for (uint32_t i = 0; i < LAYERS; i++) {
         const mk_layer *l = &m->layer[i];
         if (l->mixer != MK_MIX_GQA || l->ffn != MK_FFN_DENSE) return 0;
@@ -484,17 +480,13 @@ static int make(graph *g, const mk_plan *plan, mk_gpu *gpu, uint32_t tokens, uin
         if (!to[0] || (it->halves == 2 && !to[1])) return mk_fail(err, MK_E_BUG, "dense graph: %s is no matrix of these kernels", it->mat[0]->tensor);
         const uint32_t k = it->mat[0]->k;
         for (uint32_t j = 0; j < it->halves; j++) to[j] += (size_t)it->row0 * k;
-        unpack<<<64, 256>>>((uint4 *)to[0], (uint4 *)to[1], (const uint4 *)(d.tape + p->tape_base[it->worker] + it->dst), it->rows, it->halves, k / 8);
+        unpack<<<64, 256>>>((uint4 *)to[0], (uint4 *)to[1], d.tape + p->tape_base[it->worker] + it->dst, it->rows, it->halves, k / 8);
     }
-    uint32_t n = 0; /* a layer's cache is where its instructions say */
-    for (uint32_t l = 0; l < LAYERS; l++) {
-        uint64_t least = ~0ull;
-        for (uint32_t i = 0; i < p->info.n_insn; i++)
-            if (p->insn[i].opcode == MK_OP_GQA_PARTIAL && (!l || (uint8_t *)g->layer[l - 1].cache < d.kv + p->insn[i].gqa.kv_off) && p->insn[i].gqa.kv_off < least) least = p->insn[i].gqa.kv_off;
-        if (least != ~0ull) g->layer[l].cache = (bf16 *)(d.kv + least), n++;
-    }
+    for (uint32_t i = 0; i < p->info.n_insn; i++)
+        if (p->insn[i].opcode == MK_OP_GQA_PARTIAL) g->layer[p->insn[i].layer].cache = (bf16 *)(d.kv + p->insn[i].gqa.kv_off);
     g->page_values = p->info.kv_page_bytes / sizeof(bf16);
-    if (n != LAYERS || !g->gamma || !g->layer[0].gamma[0] || !g->layer[LAYERS - 1].gamma[1]) return mk_fail(err, MK_E_BUG, "dense graph: caches or norms of %u of %u layers found", n, LAYERS);
+    for (uint32_t i = 0; i < LAYERS; i++)
+        if (!g->gamma || !g->layer[i].cache || !g->layer[i].gamma[0] || !g->layer[i].gamma[1]) return mk_fail(err, MK_E_BUG, "dense graph: the plan has no cache or no norms of layer %u", i);
     if ((e = cudaGetLastError()) || (e = cudaDeviceSynchronize())) return fail(err, e, "weights");
     return MK_OK;
 }
@@ -563,7 +555,7 @@ static int run(graph *g, const mk_baseline_config *cfg, uint32_t steps, uint32_t
 
 extern "C" int mk_dense_graph_run(const mk_model *m, const mk_plan *plan, mk_gpu *gpu, const mk_baseline_config *cfg, mk_baseline_result *r, mk_err *err)
 {
-    const uint32_t warm = 24, tokens = warm + cfg->steps, steps = (tokens + 1 + cfg->chain - 1) / cfg->chain * cfg->chain; /* a step's token is taken by the next one */
+    const uint32_t warm = MK_BASELINE_WARM, tokens = warm + cfg->steps, steps = (tokens + 1 + cfg->chain - 1) / cfg->chain * cfg->chain; /* a step's token is taken by the next one */
     graph g;
     memset(&g, 0, sizeof g);
     memset(r, 0, sizeof *r);
@@ -571,7 +563,7 @@ extern "C" int mk_dense_graph_run(const mk_model *m, const mk_plan *plan, mk_gpu
     uint64_t *ns = (uint64_t *)malloc(tokens * sizeof *ns);
     r->step_ms = (double *)malloc(cfg->steps * sizeof *r->step_ms);
     r->token = (uint32_t *)malloc(tokens * sizeof *r->token);
-    int rc = !ns || !r->step_ms || !r->token ? mk_fail(err, MK_E_CAPACITY, "out of memory") : cfg->rows != 1 ? mk_fail(err, MK_E_CAPACITY, "dense graph: %u rows, supported: 1", cfg->rows) : MK_OK;
+    int rc = !ns || !r->step_ms || !r->token ? mk_fail(err, MK_E_CAPACITY, "out of memory") : MK_OK;
     if (!rc) rc = make(&g, plan, gpu, steps, cfg->seed, err);
     if (!rc) rc = run(&g, cfg, steps, &r->kernels, err);
     cudaError_t e = cudaSuccess;

@@ -10,10 +10,10 @@ extern "C" {
 #endif
 #include "host/planner.h"
 
-/* Whether there are kernels for this model, as it is planned. */
-int mk_dense_graph_fits(const mk_model *m, const mk_plan *plan);
+/* Whether there are kernels for this model, resolved, and steps of so many rows. */
+int mk_dense_graph_fits(const mk_model *m, uint32_t rows);
 /* The weights of the plan, which are on the GPU, are copied there as these kernels want them; the cache is the one that they are in. Ids and positions are mk_baseline_run's, so that tokens can be
- * compared; but sums are added in another order, and vectors between kernels are f32 where the program's are bf16. cfg: kind, prefetch and no_overlap do not matter; one row. g: not running. */
+ * compared; but sums are added in another order, and vectors between kernels are f32 where the program's are bf16. cfg: kind, prefetch and no_overlap do not matter. m: of plan, and it fits. g: not running. */
 int mk_dense_graph_run(const mk_model *m, const mk_plan *plan, mk_gpu *g, const mk_baseline_config *cfg, mk_baseline_result *r, mk_err *err);
 
 #ifdef __cplusplus
