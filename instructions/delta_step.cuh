@@ -12,6 +12,8 @@
 #include "instructions/value.cuh"
 
 #define MK_DELTA_DV   128u /* at most */
+#define MK_SECTOR_BYTES 32u     /* what a load brings into L1 */
+#define MK_NEAR_MOST  (24u << 10) /* bytes of a tape that are worth it: L1 has 28 KB beside what the kernel takes for shared memory */
 #define MK_DELTA_TAPS 4u
 #define MK_DELTA_COLS 4    /* columns of the state that a warp has in registers */
 
@@ -37,13 +39,17 @@ MK_DEV bool mk_row_follows(const mk_step *step, uint32_t r)
     return r > 0 && before->slot == row->slot && before->state_write == row->state_read && before->pos + 1 == row->pos;
 }
 
+MK_DEV uint32_t mk_delta_param_bytes(const mk_delta *e)
+{
+    return (mk_delta_rate_at(e) + 1 + mk_delta_decays(e) + e->dv) * 4;
+}
 /* By the controller, when it feeds the instruction: where its values are in a step of one row, and the item's state, parameters and weights are on their way to L2 before the instruction begins. */
 MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, mk_fed *f, uint32_t lane)
 {
     const mk_delta *e = &f->in.delta;
     const bool places = step->nrows == 1 && f->plan.map && lane < sizeof f->delta / 16;
     const uint4 found = places ? __ldg((const uint4 *)(a->map + f->plan.map) + lane) : make_uint4(0, 0, 0, 0);
-    const uint32_t params = (mk_delta_rate_at(e) + 1 + mk_delta_decays(e) + e->dv) * 4, state = (uint32_t)mk_delta_state_bytes(e);
+    const uint32_t params = mk_delta_param_bytes(e), state = (uint32_t)mk_delta_state_bytes(e);
 #pragma unroll 1
     for (uint32_t r = 0; r < step->nrows + 2; r++) { /* one loop for all: parameters, weights, then the rows' states */
         const uint8_t *from = (const uint8_t *)(a->param + e->param_off);
@@ -59,6 +65,30 @@ MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, mk_fed *f,
     }
     if (places) ((uint4 *)&f->delta)[lane] = found;
     __syncwarp(); /* one lane says that the instruction is fed */
+}
+
+/* By the controller, while the compute warps are at the instruction before: the low rank's weights and the parameters, which nobody writes, come into L1. From L2 they would come when the instruction
+ * has begun, beside the weights that the loader asks for. Its last lines are gone if in between others ask for more than an SM's L1 has beside shared memory. */
+MK_DEV void mk_delta_near(const mk_gpu_args *a, mk_fed *f, uint32_t lane)
+{
+    constexpr uint32_t TURN = 32 * MK_SECTOR_BYTES, AT_ONCE = 4;
+    const mk_delta *e = &f->in.delta;
+    const uint8_t *from = a->tape + f->plan.tape;
+    uint32_t bytes = f->in.tape_bytes, all = 0;
+#pragma unroll 1
+    for (uint32_t r = 0; r < 2; r++) {
+#pragma unroll 1
+        for (uint32_t i = lane * MK_SECTOR_BYTES; i < bytes; i += AT_ONCE * TURN) {
+            uint32_t x[AT_ONCE];
+#pragma unroll
+            for (uint32_t k = 0; k < AT_ONCE; k++) x[k] = __ldg((const uint32_t *)(from + min(i + k * TURN, bytes - 4)));
+#pragma unroll
+            for (uint32_t k = 0; k < AT_ONCE; k++) all |= x[k];
+        }
+        from = (const uint8_t *)(a->param + e->param_off);
+        bytes = mk_delta_param_bytes(e);
+    }
+    if (lane == 0) f->note.pad[0] = all; /* loads of what nobody wants ptxas leaves out */
 }
 
 MK_DEV float mk_dot4(float4 a, float4 b)
