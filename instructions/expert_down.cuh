@@ -252,7 +252,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
     const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, nst = t->nst, kb_bytes = rows * MK_KBLOCK_BYTES, scale_row = 4 * t->nseg, share = 1 << shared.log;
     const uint32_t next_half = share > 1 ? shared.scales + per * kb_bytes : 0, first_half = share > 1 ? shared.scales - lap.scales : 0; /* of an expert, in a stage */
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, first = mk_group_first(warp, slot->at);
-    const uint32_t ways = mk_ways(rows), way = member & (ways - 1), row0 = rows > MK_SIDE_ROWS ? (member >> 1) * mk_side(rows) : 0;
+    const uint32_t ways = mk_ways(rows), way = member & (ways - 1), row0 = rows > MK_SIDE_ROWS ? (member >> 1) * MK_SIDE_ROWS : 0;
     const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16; /* of ldmatrix: chunk lane / 16, row lane % 16 */
     uint32_t c[2 * NT], pair = mk_smem(sh->red + MK_DOWN_TABLE);
 #pragma unroll
@@ -321,7 +321,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
 }
 template <uint32_t FORM> MK_DEV mk_accs mk_down_product(const mk_tile *t, mk_down_shared shared, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
 {
-    const uint32_t tiles = mk_tiles_of(t->rows);
+    const uint32_t tiles = (t->rows + 15) / 16; /* with two sides: all four, of which the second's last may be none */
     if (tiles == 1) return mk_down_product_as<FORM, 1>(t, shared, slot, experts, cols, acc);
     if (tiles == 2) return mk_down_product_as<FORM, 2>(t, shared, slot, experts, cols, acc);
     if (tiles == 3) return mk_down_product_as<FORM, 3>(t, shared, slot, experts, cols, acc);

@@ -32,12 +32,12 @@ MK_DEV void mk_red_put(const mk_dev *d, uint32_t base, const mk_tile *t, uint32_
 {
     const uint32_t c = 2 * (d->lane & 3), stride = mk_red_rows(t->rows), partial = mk_group_first(d->warp, at), ways = mk_ways(t->rows), member = d->warp % MK_GROUP_WARPS;
     if (partial >= t->nst || c >= cols) return;
-    const uint32_t row0 = (ways < MK_GROUP_WARPS ? (member >> 1) * mk_side(t->rows) : 0) + (d->lane >> 2), tiles = mk_tiles_of(t->rows);
+    const uint32_t row0 = (ways < MK_GROUP_WARPS ? (member >> 1) * MK_SIDE_ROWS : 0) + (d->lane >> 2);
     float *r = d->sh->red + base + ((partial * ways + (member & (ways - 1))) * cols + c) * stride;
 #pragma unroll
     for (uint32_t j = 0; j < MK_TILES; j++) {
         const uint32_t i = row0 + 16 * j;
-        const bool upper = j < tiles && i < t->rows, lower = j < tiles && i + 8 < t->rows;
+        const bool upper = i < t->rows, lower = i + 8 < t->rows;
         if (upper) r[i] = acc->tile[j].x;
         if (lower) r[i + 8] = acc->tile[j].z;
         if (c + 1 == cols) continue;
@@ -82,12 +82,12 @@ MK_DEV uint32_t mk_parts_log(uint32_t n)
 MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, uint32_t mask, const mk_accs *acc)
 {
     const uint32_t c = 2 * (d->lane & 3), log = mk_parts_log(n), group = mk_group_first(d->warp, at), member = d->warp % MK_GROUP_WARPS;
-    const uint32_t partial = log == 7 ? group * 2 + (member & 1) : group * 4 + member, row0 = log == 7 ? (member >> 1) * mk_side(n) : 0, end = min(n, row0 + mk_side(n));
+    const uint32_t partial = log == 7 ? group * 2 + (member & 1) : group * 4 + member, row0 = log == 7 ? (member >> 1) * MK_SIDE_ROWS : 0;
     const bool first = mask >> c & 1, second = mask >> c & 2;
     float *r = red + ((partial * __popc(mask) + __popc(mask & (1u << c) - 1)) << log) + row0 + (d->lane >> 2), *s = r + (first ? 1u << log : 0);
 #pragma unroll
     for (uint32_t j = 0; j < MK_TILES; j++, r += 16, s += 16) {
-        if (row0 + 16 * j >= end) break;
+        if (row0 + 16 * j >= n) break;
         if (first) r[0] = acc->tile[j].x, r[8] = acc->tile[j].z;
         if (second) s[0] = acc->tile[j].y, s[8] = acc->tile[j].w;
     }
@@ -96,7 +96,7 @@ MK_DEV void mk_parts_put(const mk_dev *d, float *red, uint32_t n, uint32_t at, u
 MK_DEV uint32_t mk_part_at(uint32_t red, uint32_t n, uint32_t at)
 {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = mk_group_first(warp, at), member = warp % MK_GROUP_WARPS;
-    return red + (n > MK_SIDE_ROWS ? (group * 2 + (member & 1)) * 512 + (member >> 1) * 4 * mk_side(n) : (group * 4 + member) * 256) + lane; /* lanes 0, 4, 8 ...: rows 0, 1, 2 ... */
+    return red + (n > MK_SIDE_ROWS ? (group * 2 + (member & 1)) * 512 + (member >> 1) * 256 : (group * 4 + member) * 256) + lane; /* lanes 0, 4, 8 ...: rows 0, 1, 2 ... */
 }
 template <uint32_t NT> MK_DEV void mk_part_put(uint32_t at, uint32_t lane, const mk_accs *acc)
 {

@@ -214,7 +214,7 @@ template <bool FP8> MK_DEV mk_way mk_way_of(const mk_tile *t, uint32_t at)
     w.first = (warp / MK_GROUP_WARPS - at) & (MK_GROUPS - 1);
     w.ways = mk_ways(rows);
     w.way = member & (w.ways - 1);
-    w.row0 = rows > MK_SIDE_ROWS ? (member >> 1) * mk_side(rows) : 0;
+    w.row0 = rows > MK_SIDE_ROWS ? (member >> 1) * MK_SIDE_ROWS : 0;
     w.row_at = (lane >> 4) * rows * 16 + (w.row0 + (lane & 15)) * 16;
     w.kb_bytes = rows * MK_KBLOCK_BYTES;
     w.scale_row = (t->halves == 2 ? 8 : 4) * t->nseg;
@@ -345,6 +345,11 @@ MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, con
     }
     slot->at += s1 - s0;
     return acc;
+}
+/* A warp's tiles of a segment: up to MK_TILES; with two sides all warps have so many, of which the second's last may be none. */
+MK_DEV uint32_t mk_tiles_of(uint32_t rows)
+{
+    return (min(rows, MK_SIDE_ROWS) + 15) / 16;
 }
 template <uint32_t FORM, bool ONE, bool BY_ROW>
 MK_DEV mk_accs mk_product_of(uint32_t kind, mk_next *slot, const mk_tile *t, uint32_t s0, uint32_t s1, uint32_t x, uint32_t stride, uint32_t cols, uint32_t head_shift, mk_accs acc)

@@ -451,16 +451,6 @@ MK_BOTH uint32_t mk_ways(uint32_t rows)
 {
     return rows > MK_SIDE_ROWS ? MK_GROUP_WARPS / 2 : MK_GROUP_WARPS;
 }
-/* Rows of a segment of two sides that are its first: 48 where that is enough, so that a warp has three tiles and not four. And how many it has: the second side's last may be none. */
-MK_BOTH uint32_t mk_side(uint32_t rows)
-{
-    return rows > MK_SIDE_ROWS && rows <= 2 * (MK_SIDE_ROWS - 16) ? MK_SIDE_ROWS - 16 : MK_SIDE_ROWS;
-}
-MK_BOTH uint32_t mk_tiles_of(uint32_t rows)
-{
-    const uint32_t side = mk_side(rows);
-    return ((rows < side ? rows : side) + 15) / 16;
-}
 /* K blocks that a warp multiplies at once: a tile's products wait for each other, and with few tiles there is nothing else to do. tiles: of a warp. */
 MK_BOTH constexpr uint32_t mk_blocks_at_once(uint32_t form, uint32_t tiles)
 {

@@ -329,7 +329,7 @@ static uint32_t stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, u
     const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
     const uint32_t first = (mk_small_quot(nkb + fit - 1, fit) + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
     if (planes > 1) return mk_small_quot(nkb + first - 1, first);
-    const uint32_t ways = mk_ways(rows), at_once = mk_blocks_at_once(mk_form(wtype, 0), mk_tiles_of(rows));
+    const uint32_t ways = mk_ways(rows), at_once = mk_blocks_at_once(mk_form(wtype, 0), (rows < MK_SIDE_ROWS ? rows + 15 : MK_SIDE_ROWS) / 16);
     uint32_t best = 0, least = 0xffffffffu;
     for (uint32_t stages = 2 * first; stages >= first; stages -= MK_GROUPS) {
         uint32_t per = mk_small_quot(nkb + stages - 1, stages);
