@@ -12,10 +12,10 @@
 #include "instructions/value.cuh"
 
 #define MK_DELTA_DV   128u /* at most */
-#define MK_SECTOR_BYTES 32u     /* what a load brings into L1 */
-#define MK_NEAR_MOST  (24u << 10) /* bytes of a tape that are worth it: L1 has 28 KB beside what the kernel takes for shared memory */
 #define MK_DELTA_TAPS 4u
 #define MK_DELTA_COLS 4    /* columns of the state that a warp has in registers */
+#define MK_SECTOR_BYTES 32u /* what a load brings into L1 */
+#define MK_NEAR_MOST  (24u << 10) /* bytes of weights at most that mk_delta_near is worth it for: L1 has 28 KB beside what the kernel takes for shared memory */
 
 /* One row, in the staging area. */
 typedef struct mk_delta_row {

@@ -492,7 +492,7 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             const uint32_t opcode = f->in.opcode;
             routes += opcode == MK_OP_ROUTE;
             if (opcode == MK_OP_DELTA_STEP) mk_delta_ahead(a, &sh->step, f, lane);
-            mk_fed *const soon = &sh->fed[(fed - 2) % MK_INSN_RING]; /* the compute warps are done with the one in this slot, and so at the one before this at least */
+            mk_fed *const soon = &sh->fed[(fed - 2) % MK_INSN_RING]; /* this slot was free: the compute warps are at the instruction before that, or further */
             if (fed >= 2 && sh->step.nrows == 1 && soon->in.opcode == MK_OP_DELTA_STEP && soon->in.tape_bytes && soon->in.tape_bytes <= MK_NEAR_MOST) mk_delta_near(a, soon, lane);
             if (__builtin_expect(sh->step.trace, 0)) {
                 if (lane < sizeof(mk_trace_note) / 4) ((uint32_t *)&f->note)[lane] = 0;
