@@ -56,7 +56,6 @@ all:
 	@echo 'nvcc not found: built for the CPU twin only'
 else
 # CUDA objects link with plain gcc and the static runtime; the program still runs where there is no driver.
-LIBOBJ  += $(CUDA:%.cu=$(BUILD)/%.cu.o)
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
 $(BUILD)/host/machine_gpu.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
 tests: $(BUILD)/tests/gpu/race_gpu
@@ -72,7 +71,7 @@ $(LAID): $(BUILD)/%.cu.o: $(BUILD)/plain/%.cu.o megakernel/layout.py megakernel/
 # And the resident kernel once more for each of layout.txt's models (megakernel/laid.h), whose entry is all that others see of it.
 MODELS  := $(shell sed -n 's/^. Models, from bit 0 on: //p' megakernel/layout.txt)
 ALONE   := $(MODELS:%=$(BUILD)/megakernel/kernel-%.o)
-LIBOBJ  += $(ALONE)
+LIBOBJ  := $(ALONE) $(CUDA:%.cu=$(BUILD)/%.cu.o) $(LIBOBJ) # what takes longest first
 $(ALONE): $(BUILD)/megakernel/kernel-%.o: $(BUILD)/plain/megakernel/kernel.cu.o megakernel/layout.py megakernel/layout.txt
 	@mkdir -p $(@D)
 	@entry=mk_kernel_$(subst .,_,$(subst -,_,$*)); objcopy --redefine-sym mk_kernel_all=$$entry --keep-global-symbol $$entry $< $@.new
