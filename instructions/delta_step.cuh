@@ -39,17 +39,13 @@ MK_DEV bool mk_row_follows(const mk_step *step, uint32_t r)
     return r > 0 && before->slot == row->slot && before->state_write == row->state_read && before->pos + 1 == row->pos;
 }
 
-MK_DEV uint32_t mk_delta_param_bytes(const mk_delta *e)
-{
-    return (mk_delta_rate_at(e) + 1 + mk_delta_decays(e) + e->dv) * 4;
-}
 /* By the controller, when it feeds the instruction: where its values are in a step of one row, and the item's state, parameters and weights are on their way to L2 before the instruction begins. */
 MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, mk_fed *f, uint32_t lane)
 {
     const mk_delta *e = &f->in.delta;
     const bool places = step->nrows == 1 && f->plan.map && lane < sizeof f->delta / 16;
     const uint4 found = places ? __ldg((const uint4 *)(a->map + f->plan.map) + lane) : make_uint4(0, 0, 0, 0);
-    const uint32_t params = mk_delta_param_bytes(e), state = (uint32_t)mk_delta_state_bytes(e);
+    const uint32_t params = mk_delta_params(e) * 4, state = (uint32_t)mk_delta_state_bytes(e);
 #pragma unroll 1
     for (uint32_t r = 0; r < step->nrows + 2; r++) { /* one loop for all: parameters, weights, then the rows' states */
         const uint8_t *from = (const uint8_t *)(a->param + e->param_off);
@@ -86,7 +82,7 @@ MK_DEV void mk_delta_near(const mk_gpu_args *a, mk_fed *f, uint32_t lane)
             for (uint32_t k = 0; k < AT_ONCE; k++) all |= x[k];
         }
         from = (const uint8_t *)(a->param + e->param_off);
-        bytes = mk_delta_param_bytes(e);
+        bytes = mk_delta_params(e) * 4;
     }
     if (lane == 0) f->note.pad[0] = all; /* loads of what nobody wants ptxas leaves out */
 }

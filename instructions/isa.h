@@ -207,6 +207,11 @@ MK_BOTH uint32_t mk_delta_decays(const mk_delta *d)
 {
     return d->decay == MK_DECAY_HEAD ? 1u : d->dk;
 }
+/* And how many parameters there are. */
+MK_BOTH uint32_t mk_delta_params(const mk_delta *d)
+{
+    return mk_delta_rate_at(d) + 1 + mk_delta_decays(d) + d->dv;
+}
 /* Of the state: where the delta rule's is, bytes from state_off on; and bytes of both. */
 MK_BOTH uint64_t mk_delta_matrix_at(const mk_delta *d)
 {

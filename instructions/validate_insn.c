@@ -310,7 +310,7 @@ static int check_delta(mk_check *c, uint32_t x, const mk_delta *d)
     if (d->rank && d->decay != MK_DECAY_CHANNEL) return mk_refuse(c, x, "a product makes one f a head, expected one a channel");
     TRY(tape(c, x, mk_delta_segment_bytes(d, 0) + mk_delta_segment_bytes(d, 1)));
     TRY(reads(c, x, 2, d->b_off, 1, "b"));
-    TRY(params(c, x, d->param_off, (uint64_t)mk_delta_rate_at(d) + 1 + mk_delta_decays(d) + d->dv, "convolution, A_log, dt_bias, o_norm"));
+    TRY(params(c, x, d->param_off, mk_delta_params(d), "convolution, A_log, dt_bias, o_norm"));
     TRY(signals_slice(c, x, d->dv));
     return add_state(c, x, d->state_off, mk_delta_state_bytes(d));
 }
