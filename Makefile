@@ -49,7 +49,8 @@ help:
 
 all: $(BUILD)/mkd $(BUILD)/mkctl $(BUILD)/libmkd-client.a
 # What `make test` runs, and all CUDA sources; the resident kernel as racecheck wants it as far as PTX. tests: and the rest of that, which takes another two minutes.
-tested: all $(TESTS) $(BUILD)/tests/gpu/hang_client $(BUILD)/tests/gpu/soak $(BUILD)/tests/mkd-debug
+KERNELS := $(if $(NVCC),$(BUILD)/plain/megakernel/kernel.cu.o $(BUILD)/race/megakernel/kernel.ptx) # before baseline.cu, or they would end up alone
+tested: $(KERNELS) all $(TESTS) $(BUILD)/tests/gpu/hang_client $(BUILD)/tests/gpu/soak $(BUILD)/tests/mkd-debug
 tests: tested
 ifeq ($(NVCC),)
 all:
@@ -59,7 +60,7 @@ else
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
 $(BUILD)/host/machine_gpu.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
 tests: $(BUILD)/tests/gpu/race_gpu
-tested: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline $(BUILD)/profiles/onestep $(BUILD)/profiles/mkd-plain $(BUILD)/race/megakernel/kernel.ptx
+tested: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline $(BUILD)/profiles/onestep $(BUILD)/profiles/mkd-plain
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
 	$(call nvcc)
