@@ -48,8 +48,9 @@ help:
 	@echo 'make install PREFIX=/usr/local DESTDIR='
 
 all: $(BUILD)/mkd $(BUILD)/mkctl $(BUILD)/libmkd-client.a
+# The longest compilations, begun first.
+KERNELS := $(if $(NVCC),$(BUILD)/plain/megakernel/kernel.cu.o $(BUILD)/race/megakernel/kernel.ptx)
 # What `make test` runs, and all CUDA sources; the resident kernel as racecheck wants it as far as PTX. tests: and the rest of that, which takes another two minutes.
-KERNELS := $(if $(NVCC),$(BUILD)/plain/megakernel/kernel.cu.o $(BUILD)/race/megakernel/kernel.ptx) # before baseline.cu, or they would end up alone
 tested: $(KERNELS) all $(TESTS) $(BUILD)/tests/gpu/hang_client $(BUILD)/tests/gpu/soak $(BUILD)/tests/mkd-debug
 tests: tested
 ifeq ($(NVCC),)
