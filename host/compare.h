@@ -22,6 +22,7 @@ enum mk_piece_kind {
     MK_PC_ROUTES,   /* a row of mk_routes */
     MK_PC_SAMPLED,  /* a row of mk_sampled */
     MK_PC_SUMS,     /* n sums (isa.h), all of whose addends are there */
+    MK_PC_CLEARED,  /* n halves of such words: zero, until the next publication but one is added there */
 };
 
 /* One contiguous piece of what an instruction writes for one row. */
@@ -57,7 +58,7 @@ typedef struct mk_divergence {
 typedef struct mk_comparison {
     /* asked for */
     double floor; /* no tolerance is below this one: for runs whose inputs have drifted apart */
-    int last;     /* packets that `want` has overwritten since are passed over */
+    int last;     /* packets that `want` has overwritten since are passed over, and cleared sums */
     /* found */
     double worst[MK_OP_COUNT];     /* error / (rms + |want|) */
     double tolerance[MK_OP_COUNT]; /* the greatest that was applied */

@@ -132,6 +132,14 @@ static void no_number(mk_case *c)
     memcpy(c->gpu.exchange + mk_packet_offset(v, mk_half(v, c->step.seq, in->signal_pub), 0, in->signal_slice), &nan, 2);
 }
 
+/* An addend of nothing in a sum that the first ROUTE clears. */
+static void addend_left(mk_case *c)
+{
+    const mk_insn *in = c->in[0];
+    const mk_vec *v = &c->prog.vec[in->wait[1].vec];
+    *((uint64_t *)(c->gpu.bulk + v->offset) + mk_sum_at(in->route.experts, mk_half(v, c->step.seq, in->wait[1].pub) ^ 1, 0, 0)) = mk_sum_word(0);
+}
+
 const case_wrong case_wrongs[] = {
     {"scale segment shifted by 4 rows", "GEMV", "fp8 k 2304, 17|18|17 rows, f32 in", shift_scales, NULL},
     {"input off by one value", "GEMV", "fp8 k 200 from 3, 127|128|1 rows", input_off_by_one, NULL},
@@ -139,6 +147,7 @@ const case_wrong case_wrongs[] = {
     {"another epsilon", "LM_HEAD", "bf16 k 2304, 128|128|57 rows", head_eps, NULL},
     {"bias dropped", "ROUTE", "256 experts, sigmoid, bias, top 8", drop_bias, NULL},
     {"gamma of a neighbour", "ROUTER", "256 experts, slices of 18", other_gamma, NULL},
+    {"an addend of nothing not cleared", "ROUTE", "256 experts, sigmoid, bias, top 8", NULL, addend_left},
     {"expert memory off by 128 bytes", "EXPERT_UP", "fp8 512 experts, k 2048, inter 512 in 14", up_other_slice, NULL},
     {"scale segment shifted by 3 rows", "EXPERT_DOWN", "fp8 256 experts, inter 1024, 17|18|17, local", down_phase, NULL},
     {"keys off by one channel", "DELTA_STEP", "decay by channel, dv 128, sigmoid", delta_keys, NULL},
