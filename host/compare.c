@@ -452,7 +452,7 @@ static void one_piece(void *arg, const mk_piece *pc)
     job *j = arg;
     const mk_insn *in = j->in;
     uint32_t n = mk_piece_values(j->p, pc, in);
-    if (!room(j, n + 1) || (j->c->last && pc->kind == MK_PC_CLEARED)) return;
+    if (!room(j, n + 1)) return;
     double rms = pc->kind == MK_PC_PACKETS ? published_rms(j, vector_squares) : pc->kind == MK_PC_SUMS ? published_rms(j, sums_squares) : 0, tol = pc->kind == MK_PC_STATS ? 1e-5 : mk_tolerance(in);
     if (j->lost) return;
     if (tol < j->c->floor) tol = j->c->floor;
@@ -491,7 +491,7 @@ static void one_piece(void *arg, const mk_piece *pc)
     for (uint32_t i = 0; i < n; i++) {
         double want = j->v[i], got = j->w[i], scale = rms, d = fabs(got - want);
         if (want == got) continue;
-        int exact = (pc->kind == MK_PC_STATS && i == 1) || (pc->kind == MK_PC_SAMPLED && i == 0) || (pc->kind == MK_PC_ROUTES && (i < pc->n || i == 2 * pc->n));
+        int exact = pc->kind == MK_PC_CLEARED || (pc->kind == MK_PC_STATS && i == 1) || (pc->kind == MK_PC_SAMPLED && i == 0) || (pc->kind == MK_PC_ROUTES && (i < pc->n || i == 2 * pc->n));
         if ((pc->kind == MK_PC_PARTIAL && i == pc->n) || pc->kind == MK_PC_SAMPLED || pc->kind == MK_PC_ROUTES) scale = 1;
         const double step = pc->kind == MK_PC_LATENT && i < in->mla.latent ? fp8_step(want, rms) : bf16 && i < pc->n ? bf16_step(want) : 0;
         double error = exact ? 1 : fmax(0, d - step) / (scale + fabs(want) + 1e-30), limit = exact ? 0 : tol;

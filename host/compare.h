@@ -58,7 +58,7 @@ typedef struct mk_divergence {
 typedef struct mk_comparison {
     /* asked for */
     double floor; /* no tolerance is below this one: for runs whose inputs have drifted apart */
-    int last;     /* packets that `want` has overwritten since are passed over, and cleared sums */
+    int last;     /* packets that `want` has overwritten since are passed over */
     /* found */
     double worst[MK_OP_COUNT];     /* error / (rms + |want|) */
     double tolerance[MK_OP_COUNT]; /* the greatest that was applied */
