@@ -18,6 +18,11 @@
 #include <cmocka.h>
 
 #define CONFIGS "tests/fixtures/configs/"
+#ifdef __SANITIZE_ADDRESS__ /* a file once, not in several dtypes */
+#define ONE_OF_EACH 1
+#else
+#define ONE_OF_EACH 0
+#endif
 
 static mk_model *read_ok(const char *path)
 {
@@ -131,7 +136,8 @@ static void published(void **state)
         {"deepseek-v3.1", MK_WEIGHTS_AUTO, 37.80, 0, 0, 58},
         {"kimi-k2-instruct", MK_WEIGHTS_AUTO, 0, 0, 0, 60},
     };
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) plan(&all[i]);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (!ONE_OF_EACH || !i || strcmp(all[i].name, all[i - 1].name) != 0) plan(&all[i]);
     DIR *d = opendir(CONFIGS); /* no file lies there unplanned; glm-5.2-mla is a preset */
     assert_non_null(d);
     for (struct dirent *e; (e = readdir(d));) {
