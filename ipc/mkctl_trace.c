@@ -40,9 +40,8 @@ static int take(load *l, uint32_t n, mk_err *err)
     return rc;
 }
 
-/* Greedy, never stops early, not paused. At a pinned position where the daemon serves that, otherwise after a prompt. As many tokens as are to be traced
- * pass before it is asked for. */
-static int start_load(mk_client *c, uint32_t ctx, uint32_t rows, uint32_t steps, load *l, mk_err *err)
+/* Never stops early, not paused. At a pinned position where the daemon serves that, otherwise after a prompt. As many tokens as are to be traced pass before it is asked for. */
+static int start_load(mk_client *c, uint32_t ctx, uint32_t rows, float temperature, float top_p, uint32_t steps, load *l, mk_err *err)
 {
     const int pin = (mk_client_about(c)->welcome.features & MK_FEATURE_PIN) != 0;
     const uint32_t prompt = pin ? 1 : ctx;
@@ -52,7 +51,7 @@ static int start_load(mk_client *c, uint32_t ctx, uint32_t rows, uint32_t steps,
     uint32_t *ids = calloc(prompt, sizeof *ids), x = 12345;
     int rc = l->ns && ids ? MK_OK : mk_fail(err, MK_E_SYSTEM, "out of memory");
     for (uint32_t i = 0; i < prompt && !rc; i++) ids[i] = ((x = x * 1664525u + 1013904223u) >> 8) % mk_client_about(c)->welcome.vocab;
-    mk_client_options o = {.context = prompt + l->most, .window = MK_WIRE_NO_WINDOW, .sampling = 1, .seed = 1, .own_stop = 1};
+    mk_client_options o = {.context = prompt + l->most, .window = MK_WIRE_NO_WINDOW, .sampling = 1, .seed = 1, .temperature = temperature, .top_p = top_p, .own_stop = 1};
     if (pin) {
         o.pin = ctx - 1;
         o.pin_rows = rows;
@@ -96,17 +95,21 @@ int mkctl_trace(int argc, char **argv)
 {
     const char *dir = mkctl_default_dir(), *out = NULL;
     uint32_t steps = 3, ctx = 0, rows = 1;
-    double seconds = 10;
+    double seconds = 10, temperature = 0, top_p = 1;
     const mkctl_flag flag[] = {{"--socket-dir", MKCTL_TEXT, &dir, "the daemon's sockets"},
                                {"--steps", MKCTL_U32, &steps, "how many; something has to be generating meanwhile"},
                                {"--ctx", MKCTL_U32, &ctx, "generate here, at that context (pinned, if mkd runs with --bench yes); 0: somebody else does"},
                                {"--rows", MKCTL_U32, &rows, "with --ctx and --bench yes: tokens of one stream in a step"},
+                               {"--temperature", MKCTL_REAL, &temperature, "with --ctx: of the sampling; 0: greedy"},
+                               {"--top-p", MKCTL_REAL, &top_p, "with --ctx and --temperature"},
                                {"--timeout", MKCTL_REAL, &seconds, "seconds within which they have to be run, at most 60"},
                                {"--out", MKCTL_TEXT, &out, "write the trace event file"},
                                {"-o", MKCTL_TEXT, &out, "the same"}};
     int rc = mkctl_flags(argc, argv, flag, sizeof flag / sizeof flag[0], NULL, 0, NULL);
     if (rc) return rc < 0 ? MK_OK : rc;
     if (!rows || rows > 8) return mkctl_usage("trace: --rows: expected 1 to 8, found %u", rows);
+    if (!ctx && (rows != 1 || temperature != 0 || top_p != 1)) return mkctl_usage("trace: --rows, --temperature and --top-p need --ctx: without it somebody else generates");
+    if (temperature == 0 && top_p != 1) return mkctl_usage("trace: --top-p needs --temperature");
     if (ctx > 100000000) return mkctl_usage("trace: --ctx: expected at most 100000000, found %u", ctx);
     if (!(seconds >= 0.001 && seconds <= MK_WIRE_TRACE_MS / 1000))
         return mkctl_usage("trace: --timeout: expected 0.001 to %u, found %g", MK_WIRE_TRACE_MS / 1000, seconds);
@@ -116,7 +119,7 @@ int mkctl_trace(int argc, char **argv)
     mk_client *c = mk_client_new(dir, "mkctl trace", 5000, &err);
     load l = {0};
     rc = c ? MK_OK : err.code;
-    if (!rc && ctx) rc = start_load(c, ctx, rows, steps, &l, &err);
+    if (!rc && ctx) rc = start_load(c, ctx, rows, (float)temperature, (float)top_p, steps, &l, &err);
     if (!rc) rc = mk_client_traced(c, steps, (int)(seconds * 1000), &t, &err);
     if (!rc) rc = mk_trace_report_new(t, &r, &err);
     if (!rc) {
