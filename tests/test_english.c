@@ -1,6 +1,7 @@
 /* The small checkpoint that writes English, against its float32 reference (tests/english/reference.json, made by check.py): bits per byte
  * of held-out text window by window, and 64 greedy bytes. */
 #include "tests/support/rig.h"
+#include "tests/support/sanitized.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -11,13 +12,8 @@
 #define DIR     "tests/english"
 #define BEGIN   256u
 #define WINDOW  1024u
-#ifdef __SANITIZE_ADDRESS__
-#define WINDOWS 1 /* ten times slower: one window, with one head (the oracles have the other) */
-#define HEADS   1
-#else
-#define WINDOWS 5 /* of 91: `mkctl score` does the whole text */
-#define HEADS   2
-#endif
+#define WINDOWS (ONE_OF_EACH ? 1 : 5) /* of 91: `mkctl score` does the whole text */
+#define HEADS   (ONE_OF_EACH ? 1 : 2) /* the oracles have the other one as well */
 
 static json_t *reference(void)
 {

@@ -4,6 +4,7 @@
 #include "host/preset.h"
 #include "instructions/validate.h"
 #include "tests/support/edit.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/tmp.h"
 
 #include <dirent.h>
@@ -18,11 +19,6 @@
 #include <cmocka.h>
 
 #define CONFIGS "tests/fixtures/configs/"
-#ifdef __SANITIZE_ADDRESS__ /* a file once, not in several dtypes */
-#define ONE_OF_EACH 1
-#else
-#define ONE_OF_EACH 0
-#endif
 
 static mk_model *read_ok(const char *path)
 {

@@ -131,7 +131,7 @@ void case_run(const case_spec *s, uint64_t seed, int dry, const case_wrong *w, c
             for (uint32_t k = 0; k < c->prog.info.n_insn; k++)
                 if (c->prog.insn[k].opcode == case_opcode(s)) wrong(&c->prog.insn[k]);
         }
-        if (!rc && (!dry || wrong)) rc = case_run_twin(c, &err);
+        if (!rc) rc = case_run_twin(c, &err);
         if (kept) memcpy(c->prog.insn, kept, c->prog.info.n_insn * sizeof *kept), free(kept);
         if (w && !wrong && !rc) w->spoil(c);
         if (!rc) rc = mk_compare(&c->prog, NULL, 0, &c->step, c->epoch0, &c->mem, &c->twin, &c->gpu, MK_REGIONS_ALL, &r->cmp, &err);

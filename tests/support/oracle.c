@@ -1,4 +1,5 @@
 #include "tests/support/oracle.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/tmp.h"
 
 #include <math.h>
@@ -157,13 +158,6 @@ static int all_fp8(const char *dir)
     mk_model_destroy(&m);
     return n == 0;
 }
-
-/* The sanitizers' build, ten times slower, looks for bad accesses: one of each kind is enough there. The figures are the plain build's. */
-#ifdef __SANITIZE_ADDRESS__
-#define ONE_OF_EACH 1
-#else
-#define ONE_OF_EACH 0
-#endif
 
 static void strict_gate(void **state)
 {
