@@ -1,8 +1,8 @@
 /* GQA_PARTIAL on the device: an item is a KV head over one split, of the last one perhaps half of its heads (mk_gqa_halves). Semantics: gqa_partial.c.
  *
- * 256 tokens of 64 channels at a time (128 of 128): as much as the warps' registers hold of keys and values. Every page's eight tiles of eight tokens go to
- * the eight warps, so that a warp has keys, scores, probabilities and values of its tokens to itself: p = exp(s - max) rounded to bf16 with the warp's own running maximum,
- * and no barrier but one before the warps' sums are added, ascending. All loads are asked for before the queries are there. Queries lie in the staging area in bf16, up to
+ * Two pages at a time, a warp having 16 tokens of one of them, so that it has keys, scores, probabilities and values of its tokens to itself: p = exp(s - max) rounded to bf16 with the warp's own running maximum,
+ * and no barrier but one before the warps' sums are added, ascending. The first pages are asked for before the queries are there; the others come in a step of one row through the ring of weights,
+ * where the loader puts them beside everything else, and in others as soon as registers are free. Queries lie in the staging area in bf16, up to
  * eight at a time, with a second plane, x - bf16(x), in the rows of the operand that they leave free.
  *
  * Heads of more than 128 channels are dealt otherwise, for eight warps' sums of eight such heads would be 64 KB to add: a page at a time, a warp has the scores of its eight tokens, and 32 channels
@@ -58,21 +58,27 @@ typedef struct mk_gqa_split {
 } mk_gqa_split;
 
 template <uint32_t NB> struct mk_gqa_regs { /* a lane (g, l) has channels 8 l .. 8 l + 7 of every block of 32 of token g of its tiles */
-    static constexpr uint32_t TILES = 8 / NB;
+    static constexpr uint32_t TILES = MK_GQA_TURN(NB); /* a warp's, of as many pages */
     uint4 k[TILES][NB], v[TILES][NB]; /* NB = 8: v[0] of the warp's block, by tiles */
 };
 
+/* Where in a turn the warp's tile k begins: of two pages side by side a group of warps has one, a warp 16 tokens of it. */
+template <uint32_t NB> MK_DEV uint32_t mk_gqa_tile(uint32_t warp, uint32_t k)
+{
+    return NB == 8 ? warp * 8 : warp / MK_GROUP_WARPS * MK_PAGE + warp % MK_GROUP_WARPS * 16 + k * 8;
+}
 /* The warp's tiles of the pages from number `page` on: keys (which = 0) or values (1). Beyond the last token: the last one's. ids: a lane has the id of page
  * (page & ~31) + lane. */
 template <uint32_t NB> MK_DEV void mk_gqa_load(uint4 (*r)[NB], const mk_gqa_split *x, uint32_t ids, uint32_t page, uint32_t which, uint32_t warp, uint32_t lane)
 {
     const uint32_t left = x->n - page * MK_PAGE;
 #pragma unroll
-    for (uint32_t k = 0; k < 8 / NB; k++) {
+    for (uint32_t k = 0; k < mk_gqa_regs<NB>::TILES; k++) {
+        const uint32_t tile = mk_gqa_tile<NB>(warp, k);
 #pragma unroll
         for (uint32_t b = 0; b < NB; b++) r[k][b] = make_uint4(0, 0, 0, 0);
-        if (k * MK_PAGE + warp * 8 >= left) continue;
-        const uint32_t id = __shfl_sync(0xffffffffu, ids, (page + k) & 31), t = min(warp * 8 + lane / 4, left - k * MK_PAGE - 1);
+        if (tile >= left) continue;
+        const uint32_t id = __shfl_sync(0xffffffffu, ids, (page + tile / MK_PAGE) & 31), t = min(tile + lane / 4, left - 1) % MK_PAGE;
         const uint8_t *at = x->base + id * x->page_bytes + ((which * MK_PAGE + t) * x->dim + lane % 4 * 8) * 2;
 #pragma unroll
         for (uint32_t b = 0; b < NB; b++) mk_att_load_16(&r[k][b], at + b * 64, b * 32 + lane % 4 * 8 < x->dim);
@@ -90,12 +96,12 @@ MK_DEV void mk_gqa_load_block(uint4 *v, const mk_gqa_split *x, uint32_t ids, uin
     }
 }
 
-/* The warp's tokens' keys and values of the T pages from number `page` on, on their way to L2, by as many lanes as there are pieces. Farther ahead than what the registers take next is slower
+/* The warp's tokens' keys and values of a turn from page number `page` on, on their way to L2, by a lane each. Farther ahead than what the registers take next is slower
  * (a measurement: profiles/NOTES.md). */
-template <uint32_t T> MK_DEV void mk_gqa_prefetch(const mk_gqa_split *x, uint32_t ids, uint32_t page, uint32_t warp, uint32_t lane)
+template <uint32_t NB> MK_DEV void mk_gqa_prefetch(const mk_gqa_split *x, uint32_t ids, uint32_t page, uint32_t warp, uint32_t lane)
 {
-    const uint32_t k = page + lane / 2, id = __shfl_sync(0xffffffffu, ids, k & 31);
-    if (lane < 2 * T && k * MK_PAGE + warp * 8 < x->n) mk_bulk_prefetch(x->base + id * x->page_bytes + (lane % 2 * MK_PAGE + warp * 8) * x->dim * 2, 16 * x->dim);
+    const uint32_t t = page * MK_PAGE + mk_gqa_tile<NB>(warp, 0), id = __shfl_sync(0xffffffffu, ids, t / MK_PAGE & 31);
+    if (lane < 2 && t < x->n) mk_bulk_prefetch(x->base + id * x->page_bytes + (lane * MK_PAGE + t % MK_PAGE) * x->dim * 2, mk_gqa_regs<NB>::TILES * 16 * x->dim);
 }
 
 /* Split `split`, of `per` pages, of a KV head's tokens up to `pos`. */
@@ -138,10 +144,65 @@ template <bool TURNED> MK_DEV void mk_gqa_add(float (*acc)[4], uint4 u, uint4 w,
     mk_mma(acc[1], u.z, u.w, w.z, w.w, pu, pw);
 }
 
+/* In a step of one row the loader streams the pages behind the first turn's (kernel.cu, feed_heads). Of two pages side by side each comes in the stages of the group of warps that has it, keys and
+ * values in one or in one each. Of heads of more than 128 channels a page is four stages: of the keys each group's half, and of the values, which all warps take of, the first half and the second.
+ * Behind the row's last token they hold anything. */
+/* Stages of an item of so many tokens. */
+template <uint32_t NB> MK_DEV uint32_t mk_gqa_ring_stages(uint32_t tokens)
+{
+    constexpr uint32_t T = MK_GQA_TURN(NB);
+    const uint32_t pages = (tokens + MK_PAGE - 1) / MK_PAGE;
+    return pages > T ? (pages - 1) / T * T * MK_GQA_STAGES(NB) : 0;
+}
+/* Of a turn from page number `page` on the warp's, of keys (which = 0) or values (1); at: the item's first, of both groups. Of more than 128 channels: the values' that its group leaves. */
+template <uint32_t NB> MK_DEV uint32_t mk_gqa_ring_stage(uint32_t at, uint32_t page, uint32_t which, uint32_t warp)
+{
+    return at + (page - MK_GQA_TURN(NB)) * MK_GQA_STAGES(NB) + (NB > 2 ? 2 * which : 0) + mk_group_first(warp, at);
+}
+/* It is there; the warp's lane's bytes of token `t` of it. */
+MK_DEV uint32_t mk_gqa_ring_at(mk_shared *sh, uint32_t stage, uint32_t t, uint32_t dim, uint32_t lane)
+{
+    mk_stage_wait(mk_stage_bar(sh, stage), mk_stage_parity(stage), MK_FAULT_CACHE);
+    return mk_stage_at(sh, stage) + ((t + lane / 4) * dim + lane % 4 * 8) * 2;
+}
+/* As mk_gqa_load. */
+template <uint32_t NB> MK_DEV void mk_gqa_take(mk_shared *sh, uint4 (*r)[NB], const mk_gqa_split *x, uint32_t at, uint32_t page, uint32_t which, uint32_t warp, uint32_t lane)
+{
+    const uint32_t first = NB == 8 ? warp % MK_GROUP_WARPS * 8 : warp % MK_GROUP_WARPS * 16 + (NB == 2 ? which * MK_PAGE : 0);
+    const uint32_t from = mk_gqa_ring_at(sh, mk_gqa_ring_stage<NB>(at, page, which, warp), first, x->dim, lane);
+#pragma unroll
+    for (uint32_t k = 0; k < mk_gqa_regs<NB>::TILES; k++)
+#pragma unroll
+        for (uint32_t b = 0; b < NB; b++) {
+            r[k][b] = make_uint4(0, 0, 0, 0);
+            mk_lds128(&r[k][b], from + k * 16 * x->dim + b * 64, b * 32 + lane % 4 * 8 < x->dim);
+        }
+}
+/* As mk_gqa_load_block. */
+MK_DEV void mk_gqa_take_block(mk_shared *sh, uint4 *v, const mk_gqa_split *x, uint32_t at, uint32_t page, uint32_t warp, uint32_t lane)
+{
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+        const uint32_t from = mk_gqa_ring_at(sh, at + (page - 1) * MK_GQA_STAGES(8) + 2 + half, 0, x->dim, lane) + warp * 64;
+#pragma unroll
+        for (uint32_t k = 0; k < 4; k++) {
+            v[4 * half + k] = make_uint4(0, 0, 0, 0);
+            mk_lds128(&v[4 * half + k], from + k * 16 * x->dim, warp * 32 + lane % 4 * 8 < x->dim);
+        }
+    }
+}
+/* What the warp took of a turn has come, if `last` has, of what it took last: it leaves the stages that are its group's. */
+template <uint32_t NB> MK_DEV void mk_gqa_leave_stages(mk_shared *sh, uint32_t at, uint32_t page, uint32_t warp, uint32_t lane, uint32_t last)
+{
+    const uint32_t none = sh->lap.none;
+#pragma unroll
+    for (uint32_t which = 0; which < (NB > 2 ? 2 : 1); which++) mk_stage_leave(mk_stage_bar(sh, mk_gqa_ring_stage<NB>(at, page, which, warp)) + MK_EMPTY, lane, last, none);
+}
+
 /* Up to eight queries over a split. ONE: of one row, in whose cache is nothing from token `fresh` of the split on, of which mk_gqa_fresh holds key and value. */
 typedef struct mk_gqa_eight {
     uint32_t at, heads;         /* where they lie in the staging area; how many */
-    uint32_t fresh;             /* ONE */
+    uint32_t fresh, ring;       /* ONE; the item's first stage */
     uint32_t sees, turn;        /* of several rows: tokens that the lane's head sees, perhaps none of a warp's; which place for statistics, first place for scores */
     bool turned;                /* of several rows: the first pages' values are turned already */
     float scale;
@@ -151,7 +212,7 @@ typedef struct mk_gqa_eight {
 template <uint32_t NB, bool ONE>
 MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split *x, uint32_t ids, const mk_gqa_eight *e, uint32_t warp, uint32_t lane, float (*acc)[2][4])
 {
-    constexpr uint32_t T = 8 / NB;
+    constexpr uint32_t T = MK_GQA_TURN(NB);
     const uint32_t g = lane / 4, l = lane % 4, blocks = (x->dim + 31) / 32;
     float top = -INFINITY, sum = 0;
 #pragma unroll
@@ -160,17 +221,23 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
         for (uint32_t k = 0; k < 8; k++) acc[b][k / 4][k % 4] = 0;
 #pragma unroll 1
     for (uint32_t page = 0; page * MK_PAGE < x->n; page += T) {
-        const uint32_t first = page * MK_PAGE + warp * 8, next = page + T; /* the warp's first token */
-        const bool more = next * MK_PAGE < x->n;
-        if (more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
-        if (more) mk_gqa_prefetch<T>(x, ids, next, warp, lane);
-        if (first < x->n) {
-            if (ONE && e->fresh < first + T * MK_PAGE) {
+        const uint32_t first = page * MK_PAGE, next = page + T;
+        const bool more = next * MK_PAGE < x->n, any = first + mk_gqa_tile<NB>(warp, 0) < x->n; /* any: of the warp */
+        if (!ONE && more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
+        if (!ONE && more) mk_gqa_prefetch<NB>(x, ids, next, warp, lane);
+        if (ONE && page) {
+            uint32_t last = 0; /* of the last block that there is */
+#pragma unroll
+            for (uint32_t b = 0; b < NB; b++) last |= m->v[T - 1][b].w;
+            mk_gqa_leave_stages<NB>(sh, e->ring, page, warp, lane, last);
+        }
+        if (any) {
+            if (ONE && e->fresh < next * MK_PAGE) {
 #pragma unroll
                 for (uint32_t k = 0; k < T; k++)
 #pragma unroll
                     for (uint32_t b = 0; b < NB; b++)
-                        if (first + k * MK_PAGE + g >= e->fresh && b * 32 + 8 * l < x->dim) {
+                        if (first + mk_gqa_tile<NB>(warp, k) + g >= e->fresh && b * 32 + 8 * l < x->dim) {
                             const uint8_t *y = mk_gqa_fresh(sh) + (b * 32 + 8 * l) * 2;
                             m->k[k][b] = *(const uint4 *)y;
                             m->v[k][b] = *(const uint4 *)(y + 2 * x->dim);
@@ -185,13 +252,16 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
                 const mk_att_left q = mk_att_query(sh->staging + e->at + lane * 16, b);
 #pragma unroll
                 for (uint32_t k = 0; k < T; k++)
-                    if (!k || first + k * MK_PAGE < x->n) mk_att_dot(c[k], &q, m->k[k][b]);
+                    if (!k || first + mk_gqa_tile<NB>(warp, k) < x->n) mk_att_dot(c[k], &q, m->k[k][b]);
             }
-            if (more) mk_gqa_load<NB>(m->k, x, ids, next, 0, warp, lane);
+            if (more && ONE)
+                mk_gqa_take<NB>(sh, m->k, x, e->ring, next, 0, warp, lane);
+            else if (more)
+                mk_gqa_load<NB>(m->k, x, ids, next, 0, warp, lane);
             const float before = top;
 #pragma unroll
             for (uint32_t k = 0; k < T; k++) {
-                const uint32_t t = first + k * MK_PAGE + 2 * l;
+                const uint32_t t = first + mk_gqa_tile<NB>(warp, k) + 2 * l;
                 const uint32_t end = ONE ? x->n : e->sees;
                 c[k][0] = t < end ? __fmul_rn(__fadd_rn(c[k][0], c[k][2]), e->scale) : -INFINITY;
                 c[k][1] = t + 1 < end ? __fmul_rn(__fadd_rn(c[k][1], c[k][3]), e->scale) : -INFINITY;
@@ -222,12 +292,11 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
                     for (uint32_t b = 0; b < NB; b++) m->v[k][b] = mk_gqa_turned(m->v[k][b]);
             }
 #pragma unroll
-            for (uint32_t k = 0; k < T; k += 2) {
-                if (k && first + k * MK_PAGE >= x->n) break;
-#pragma unroll
-                for (uint32_t b = 0; b < NB; b++) mk_gqa_add<!ONE>(acc[b], m->v[k][b], m->v[k + 1][b], p[k], p[k + 1]);
-            }
-            if (more) mk_gqa_load<NB>(m->v, x, ids, next, 1, warp, lane);
+            for (uint32_t b = 0; b < NB; b++) mk_gqa_add<!ONE>(acc[b], m->v[0][b], m->v[1][b], p[0], p[1]);
+            if (more && ONE)
+                mk_gqa_take<NB>(sh, m->v, x, e->ring, next, 1, warp, lane);
+            else if (more)
+                mk_gqa_load<NB>(m->v, x, ids, next, 1, warp, lane);
         }
     }
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -251,8 +320,8 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
     for (uint32_t page = 0; page * MK_PAGE < x->n; page++) {
         const uint32_t first = page * MK_PAGE, next = page + 1, end = ONE ? x->n : e->sees;
         const bool more = next * MK_PAGE < x->n;
-        if (more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
-        if (more) mk_gqa_prefetch<1>(x, ids, next, warp, lane);
+        if (!ONE && more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
+        if (!ONE && more) mk_gqa_prefetch<8>(x, ids, next, warp, lane);
         if (ONE && e->fresh < first + MK_PAGE) {
             const uint8_t *key = mk_gqa_fresh(sh) + 16 * l, *value = mk_gqa_fresh(sh) + 2 * (x->dim + block);
 #pragma unroll
@@ -268,12 +337,17 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
             const mk_att_left q = mk_att_query(sh->staging + e->at + lane * 16, b);
             mk_att_dot(c, &q, m->k[0][b]);
         }
-        if (more) mk_gqa_load<8>(m->k, x, ids, next, 0, warp, lane);
+        if (more && ONE)
+            mk_gqa_take<8>(sh, m->k, x, e->ring, next, 0, warp, lane);
+        else if (more)
+            mk_gqa_load<8>(m->k, x, ids, next, 0, warp, lane);
         /* those of the page before are being read */
         float *score = mk_gqa_scratch(sh, x->dim, ONE ? 1 : MK_GQA_EIGHTS) + ((page + e->turn & 1) * MK_GQA_HEADS + g) * MK_GQA_SCORE_ROW + 2 * l;
+        if (ONE && page) score += m->v[0][7].w & sh->lap.none; /* behind the barrier all warps have this page's values (mk_stage_leave) */
         const uint32_t t = first + warp * 8 + 2 * l;
         *(float2 *)(score + warp * 8) = make_float2(t < end ? __fmul_rn(__fadd_rn(c[0], c[2]), e->scale) : -INFINITY, t + 1 < end ? __fmul_rn(__fadd_rn(c[1], c[3]), e->scale) : -INFINITY);
         mk_sync();
+        if (ONE && page) mk_gqa_leave_stages<8>(sh, e->ring, page, warp, lane, 0);
         float2 y[8];
         const float before = top;
 #pragma unroll
@@ -303,7 +377,10 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
         }
 #pragma unroll
         for (uint32_t k = 0; k < 8; k += 2) mk_gqa_add<!ONE>(acc, m->v[0][k], m->v[0][k + 1], p[k], p[k + 1]);
-        if (more) mk_gqa_load_block(m->v[0], x, ids, next, warp, lane);
+        if (more && ONE)
+            mk_gqa_take_block(sh, m->v[0], x, e->ring, next, warp, lane);
+        else if (more)
+            mk_gqa_load_block(m->v[0], x, ids, next, warp, lane);
     }
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
@@ -536,7 +613,7 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
             uint32_t from = h < heads ? g->q_off + (head0 + h) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
             mk_asked look;
             mk_asked_for(&look, d, wait, packets, epoch, from, h < all ? dim : 0);
-            if (!begun && x.n <= MK_AHEAD_PAGES * MK_PAGE)
+            if (!begun)
                 ids = f->place.page[d->lane % MK_AHEAD_PAGES];
             else
                 ids = mk_gqa_ids(&x, 0, d->lane);
@@ -572,12 +649,13 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
             if (!begun) mk_trace_input(d);
             begun = true;
             mk_trace_bytes(d, x.n * dim * 4);
-            const mk_gqa_eight e = {0, heads, last ? x.n - 1 : 0xffffffffu, 0, 0, false, g->scale};
+            const mk_gqa_eight e = {0, heads, last ? x.n - 1 : 0xffffffffu, d->memo->next.at, 0, 0, false, g->scale};
             float most, sum;
             if constexpr (NB == 8)
                 mk_gqa_attend_blocks<true>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc[0], &most, &sum);
             else
                 mk_gqa_attend<NB, true>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc);
+            if (const uint32_t n = mk_gqa_ring_stages<NB>(x.n)) mk_stages_pass(d->sh, d->warp, d->lane, n);
             float *out = f->place.ahead & MK_AHEAD_WHOLE ? mk_gqa_scratch(d->sh, dim, 1) + (NB == 8 ? 2 * MK_GQA_SCORE_ROW : MK_WARPS * dim) * MK_GQA_HEADS : (float *)0;
             mk_gqa_out o = {0, 0, 0, 0, 0};
             if (out) {
@@ -659,7 +737,7 @@ template <uint32_t NB> MK_DEV void mk_gqa_stage(const mk_dev *d, const mk_gqa *g
  * Only a split with tokens of this step waits for GQA_APPEND before it reads. */
 template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
 {
-    constexpr uint32_t T = 8 / NB; /* pages in registers */
+    constexpr uint32_t T = MK_GQA_TURN(NB); /* pages in registers */
     const mk_dev here = mk_here(in), *d = &here;
     const mk_gqa *g = &d->in->gqa;
     const uint32_t dim = g->dim, group = mk_small_quot(g->heads, g->kv_heads), rows = d->step->nrows, plane = mk_att_plane_bytes((dim + 31) / 32), epoch = mk_wait_epoch(d, &d->in->wait[0]);
@@ -687,7 +765,7 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
                 y.row_floats = MK_MAX_SPLITS * g->heads * y.floats;
                 y.dst = (float *)mk_bulk_at(d, in->signal_vec) + (((size_t)y.row * MK_MAX_SPLITS + split) * g->heads + y.first) * y.floats;
                 const uint32_t ids = mk_gqa_ids(&x, 0, d->lane);
-                mk_gqa_prefetch<T>(&x, ids, 0, d->warp, d->lane);
+                mk_gqa_prefetch<NB>(&x, ids, 0, d->warp, d->lane);
                 if (begun || NB == 8) mk_sync(); /* the heads before are through with shared memory; of 256 channels, whoever was before with the reduction area */
                 mk_gqa_stage<NB>(d, g, &y, epoch);
                 if (!waited && mk_has_fresh(row, r, first + x.n)) {

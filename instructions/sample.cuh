@@ -3,13 +3,16 @@
  * The greedy choice and every logprob come out of the LM head's statistics; the logits are not touched. A row that draws is the work of all workers: each has
  * an even share of the ids, and they meet (mk_draw_meet) as often as a distribution has to be narrowed down: three times a prefix (a radix selection over
  * the order keys, 11 bits at a time, its histograms added up in device memory), once to find whose id the random number falls on. Those meetings are not in the
- * program: they cannot deadlock, because nothing but SAMPLEs, the last thing all workers do in a step, takes part, and SCHEDULE waits for the result. */
+ * program: they cannot deadlock, because nothing but SAMPLEs, the last thing all workers do in a step, takes part, and SCHEDULE waits for the result.
+ *
+ * All of it runs once a step, so that its code comes from L2, line after line: loops are not unrolled but where loads are asked for together. */
 #ifndef MK_SAMPLE_CUH
 #define MK_SAMPLE_CUH
 
 #include "instructions/mk_math.h"
 #include "instructions/philox.h"
 #include "instructions/route.cuh"
+#include "instructions/schedule.cuh"
 
 typedef struct mk_dist {
     const float *logit;
@@ -18,6 +21,8 @@ typedef struct mk_dist {
 } mk_dist;
 
 #define MK_OWN_DIGITS (MK_DIGITS / MK_COMPUTE) /* of a thread */
+/* Where a digit is counted: a warp's threads, which have neighbouring digits each, find theirs side by side. */
+#define MK_DIGIT_AT(digit) ((digit) % MK_OWN_DIGITS * MK_COMPUTE + (digit) / MK_OWN_DIGITS)
 #define MK_AHEAD      5u /* logits of a thread that are asked for together: what a worker of 132 has of 163,840 */
 
 /* What is left of a distribution: sample.c. */
@@ -33,9 +38,9 @@ typedef struct mk_stats {
 
 /* In the staging area. */
 typedef struct mk_sample_scratch {
-    uint32_t weight[3][MK_DIGITS]; /* 14 bits each, the highest part last: additions of 32 bits are the machine's own, and 2^18 ids cannot overflow one */
+    alignas(16) uint32_t weight[3][MK_DIGITS]; /* 14 bits each, the highest part last: additions of 32 bits are the machine's own, and 2^18 ids cannot overflow one */
     uint32_t count[MK_DIGITS];
-    uint64_t part[MK_WARPS];
+    alignas(16) uint64_t part[2][MK_WARPS];
     mk_left left;
     uint64_t above, weight_above; /* of the digits that are chosen so far: what comes before them in the order */
     uint32_t key, mine;
@@ -43,8 +48,10 @@ typedef struct mk_sample_scratch {
     float logit;
     mk_stats warps[2][MK_WARPS]; /* of rows in turn: the one before may still be read */
     mk_sampling sampling[MK_MAX_ROWS];
+    uint64_t random[MK_MAX_ROWS]; /* of a row that may draw: its draw */
 } mk_sample_scratch;
 static_assert(sizeof(mk_sample_scratch) <= MK_STAGING, "scratch fits the staging area");
+static_assert(sizeof(mk_dress) <= offsetof(mk_sample_scratch, part), "the rehearsal leaves what the statistics are merged in alone");
 
 MK_DEV mk_sample_scratch *mk_scratch(void)
 {
@@ -58,31 +65,45 @@ MK_CALL uint64_t mk_weigh(float l, float max, float temperature)
     return (uint64_t)(int64_t)__dadd_rn(__dmul_rn(x, 0x1p40), 0.5);
 }
 
+/* Logits of a thread, `stride` apart, asked for together: the first n, the others 0; and taken one after the other, round and round. */
+MK_DEV void mk_logits_ask(float (&l)[MK_AHEAD], const float *from, uint32_t stride, uint32_t n)
+{
+#pragma unroll
+    for (uint32_t j = 0; j < MK_AHEAD; j++) l[j] = j * stride < n ? __ldcg(from + j * stride) : 0.0f;
+}
+MK_DEV float mk_logits_next(float (&l)[MK_AHEAD])
+{
+    const float first = l[0];
+#pragma unroll
+    for (uint32_t j = 0; j + 1 < MK_AHEAD; j++) l[j] = l[j + 1];
+    l[MK_AHEAD - 1] = first;
+    return first;
+}
+
 /* A logit whose key this is. */
 MK_DEV float mk_key_value(uint32_t key)
 {
     return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-/* Sum of the threads before this one; *total: of all. All compute threads. */
-MK_CALL uint64_t mk_block_before(uint64_t v, uint64_t *total)
+/* Sum of the threads before this one; *total: of all. All compute threads. half: in turn, where two calls follow each other without a barrier between them. */
+MK_CALL uint64_t mk_block_before(uint64_t v, uint64_t *total, uint32_t half)
 {
-    mk_sample_scratch *x = mk_scratch();
+    uint64_t *part = mk_scratch()->part[half];
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint64_t upto = v, before = 0, all = 0;
-#pragma unroll 1
+#pragma unroll
     for (int m = 1; m < 32; m <<= 1) {
         const uint64_t o = __shfl_up_sync(0xffffffffu, (unsigned long long)upto, m);
-        if (lane >= m) upto += o;
+        upto += lane >= m ? o : 0;
     }
-    if (lane == 31) x->part[warp] = upto;
+    if (lane == 31) part[warp] = upto;
     mk_sync();
-#pragma unroll 4
+#pragma unroll
     for (uint32_t w = 0; w < MK_WARPS; w++) {
-        if (w == warp) before = all;
-        all += x->part[w];
+        before += w < warp ? part[w] : 0;
+        all += part[w];
     }
-    mk_sync();
     *total = all;
     return before + upto - v;
 }
@@ -123,74 +144,97 @@ MK_CALL void mk_draw_meet(const mk_insn *in)
 MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight, uint64_t target, float share)
 {
     mk_sample_scratch *x = mk_scratch();
-    const uint32_t tid = threadIdx.x;
+    const uint32_t tid = threadIdx.x, ids = q->hi - q->lo;
+    const bool all = ids <= MK_AHEAD * MK_COMPUTE; /* of a thread's logits are in l */
     uint32_t key = 0, mask = 0;
     uint64_t above = 0, weight_above = 0;
+    float l[MK_AHEAD];
 #pragma unroll 1
     for (uint32_t pass = 0; pass < 3; pass++) {
         const uint32_t shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, last = pass == 2 ? 1023 : 2047, set = mk_sh()->draw_met % MK_DRAW_SETS;
         mk_draws *w = mk_sh()->args.draw;
-        for (uint32_t i = tid; i < MK_DIGITS; i += MK_COMPUTE) x->count[i] = x->weight[0][i] = x->weight[1][i] = x->weight[2][i] = 0;
-        mk_sync();
+        /* Where many ids have the digits so far, they are added up in shared memory first: 132 workers' ids of one digit would queue for its word in L2. Where few are left, that takes longer. */
+        bool many = true;
+        if (pass && all) {
+            uint32_t n = 0;
+#pragma unroll
+            for (uint32_t j = 0; j < MK_AHEAD; j++) n += tid + j * MK_COMPUTE < ids && (mk_order_key(l[j]) & mask) == key;
+            many = mk_sync_any(__reduce_add_sync(0xffffffffu, n) > 32);
+        }
+        if (many) {
+            for (uint32_t i = tid; i < MK_DIGITS; i += MK_COMPUTE) ((uint4 *)x->weight)[i] = make_uint4(0, 0, 0, 0); /* and of x->count */
+            mk_sync();
+        }
 #pragma unroll 1
-        for (uint32_t i0 = q->lo + tid; i0 < q->hi; i0 += MK_AHEAD * MK_COMPUTE) {
-            float l[MK_AHEAD];
-#pragma unroll
-            for (uint32_t j = 0; j < MK_AHEAD; j++) l[j] = i0 + j * MK_COMPUTE < q->hi ? __ldcg(q->logit + i0 + j * MK_COMPUTE) : 0.0f;
-#pragma unroll
-            for (uint32_t j = 0; j < MK_AHEAD; j++) {
-                const uint32_t k = mk_order_key(l[j]), digit = k >> shift & last;
-                if (i0 + j * MK_COMPUTE >= q->hi || (k & mask) != key) continue;
-                const uint64_t v = mk_weigh(l[j], q->max, q->temperature);
+        for (uint32_t i0 = tid; i0 < ids; i0 += MK_AHEAD * MK_COMPUTE) {
+            if (!pass || !all) mk_logits_ask(l, q->logit + q->lo + i0, MK_COMPUTE, ids - i0);
+#pragma unroll 1
+            for (uint32_t n = MK_AHEAD, i = i0; n--; i += MK_COMPUTE) {
+                const float logit = mk_logits_next(l);
+                const uint32_t k = mk_order_key(logit), digit = MK_DIGIT_AT(k >> shift & last);
+                if (i >= ids || (k & mask) != key) continue;
+                const uint64_t v = mk_weigh(logit, q->max, q->temperature);
+                if (!many) {
+                    atomicAdd(&w->weight[set][digit], (unsigned long long)v);
+                    if (!by_weight) atomicAdd(&w->count[set][digit], 1u);
+                    continue;
+                }
                 if (!by_weight) atomicAdd(&x->count[digit], 1u);
                 atomicAdd(&x->weight[0][digit], (uint32_t)v & 0x3fffu);
                 atomicAdd(&x->weight[1][digit], (uint32_t)(v >> 14) & 0x3fffu);
                 atomicAdd(&x->weight[2][digit], (uint32_t)(v >> 28));
             }
         }
-        mk_sync();
-        for (uint32_t i = tid; i <= last; i += MK_COMPUTE) { /* counts are nobody's business where weights decide */
-            const uint64_t v = x->weight[0][i] + ((uint64_t)x->weight[1][i] << 14) + ((uint64_t)x->weight[2][i] << 28);
-            if (v) atomicAdd(&w->weight[set][i], (unsigned long long)v);
-            if (!by_weight && x->count[i]) atomicAdd(&w->count[set][i], x->count[i]);
+        if (many) {
+            mk_sync();
+#pragma unroll 2
+            for (uint32_t i = tid; i < MK_DIGITS; i += MK_COMPUTE) { /* counts are nobody's business where weights decide */
+                const uint64_t v = x->weight[0][i] + ((uint64_t)x->weight[1][i] << 14) + ((uint64_t)x->weight[2][i] << 28);
+                if (v) atomicAdd(&w->weight[set][i], (unsigned long long)v);
+                if (!by_weight && x->count[i]) atomicAdd(&w->count[set][i], x->count[i]);
+            }
         }
         mk_draw_meet(in);
         /* from the greatest digit down */
         const uint32_t first = MK_DIGITS - 1 - MK_OWN_DIGITS * tid;
-        uint64_t weight[MK_OWN_DIGITS], count[MK_OWN_DIGITS], sum = 0, counts = 0, total, counted, before, had;
+        uint64_t weight[MK_OWN_DIGITS], had[MK_OWN_DIGITS], sum = 0, counts = 0, total, counted; /* had: of what decides */
 #pragma unroll
         for (uint32_t i = 0; i < MK_OWN_DIGITS; i++) {
-            weight[i] = __ldcg(&w->weight[set][first - i]);
-            count[i] = by_weight ? 0 : __ldcg(&w->count[set][first - i]);
+            weight[i] = __ldcg(&w->weight[set][MK_DIGIT_AT(first - i)]);
+            had[i] = by_weight ? weight[i] : __ldcg(&w->count[set][MK_DIGIT_AT(first - i)]);
             sum += weight[i];
-            counts += count[i];
+            counts += had[i];
         }
-        sum = weight_above + mk_block_before(sum, &total);
-        counts = by_weight ? 0 : above + mk_block_before(counts, &counted);
+        sum = weight_above + mk_block_before(sum, &total, 0);
+        if (!by_weight) counts = above + mk_block_before(counts, &counted, 1);
         if (target == 0) {
             target = mk_share(share, total);
             target = target ? target : 1;
         }
-        before = by_weight ? sum : counts;
+        uint64_t before = by_weight ? sum : counts, of = 0;
         if (before < target) { /* the digit is mine or a later thread's */
+            uint32_t digit = 0;
             bool found = false;
 #pragma unroll
             for (uint32_t i = 0; i < MK_OWN_DIGITS; i++) {
-                had = by_weight ? weight[i] : count[i];
-                if (!found && (before + had >= target || first - i == 0)) {
-                    found = true;
-                    x->key = key | (first - i) << shift;
-                    x->above = before;
-                    x->weight_above = sum;
-                    if (pass == 2) {
-                        const uint64_t each = had ? mk_weigh(mk_key_value(x->key), q->max, q->temperature) : 0, need = target - before;
-                        x->left.key = x->key;
-                        x->left.ties = !by_weight ? (uint32_t)need : each ? (uint32_t)((need + each - 1) / each) : 1;
-                        x->left.weight = sum + x->left.ties * each;
-                    }
-                }
-                before += had;
+                if (found) continue;
+                digit = first - i;
+                of = had[i];
+                found = before + of >= target || digit == 0;
+                if (found) continue;
+                before += of;
                 sum += weight[i];
+            }
+            if (found) {
+                x->key = key | digit << shift;
+                x->above = before;
+                x->weight_above = sum;
+                if (pass == 2) {
+                    const uint64_t each = of ? mk_weigh(mk_key_value(x->key), q->max, q->temperature) : 0, need = target - before;
+                    x->left.key = x->key;
+                    x->left.ties = !by_weight ? (uint32_t)need : each ? (uint32_t)((need + each - 1) / each) : 1;
+                    x->left.weight = sum + x->left.ties * each;
+                }
             }
         }
         mk_sync();
@@ -198,7 +242,6 @@ MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight,
         above = x->above;
         weight_above = x->weight_above;
         mask |= last << shift;
-        mk_sync();
     }
 }
 
@@ -210,19 +253,20 @@ MK_CALL bool mk_draw_find(const mk_insn *in, const mk_dist *q, uint64_t random, 
     const mk_left left = x->left;
     const uint32_t tid = threadIdx.x, parts = in->sample.helpers + 1u, per = (q->hi - q->lo + MK_COMPUTE - 1) / MK_COMPUTE;
     const uint32_t lo = q->lo + tid * per, hi = lo + per < q->hi ? lo + per : q->hi;
+    float l[MK_AHEAD];
+    mk_logits_ask(l, q->logit + lo, 1, lo < hi ? hi - lo : 0); /* the last threads may have none */
     const uint64_t tie_weight = left.key ? mk_weigh(mk_key_value(left.key), q->max, q->temperature) : 0;
     const bool tie_in = tie_weight >= left.least;
     uint64_t sum = 0, ties = 0, all_sum, all_ties;
 #pragma unroll 1
     for (uint32_t i = lo; i < hi; i += MK_AHEAD) {
-        float l[MK_AHEAD];
-#pragma unroll
-        for (uint32_t j = 0; j < MK_AHEAD; j++) l[j] = i + j < hi ? __ldcg(q->logit + i + j) : 0.0f;
-#pragma unroll
-        for (uint32_t j = 0; j < MK_AHEAD; j++) {
-            const uint32_t k = mk_order_key(l[j]);
-            if (i + j >= hi || k < left.key) continue;
-            const uint64_t w = mk_weigh(l[j], q->max, q->temperature);
+        if (i > lo) mk_logits_ask(l, q->logit + i, 1, hi - i);
+#pragma unroll 1
+        for (uint32_t n = min(hi - i, MK_AHEAD); n--;) {
+            const float logit = mk_logits_next(l);
+            const uint32_t k = mk_order_key(logit);
+            if (k < left.key) continue;
+            const uint64_t w = mk_weigh(logit, q->max, q->temperature);
             if (k == left.key)
                 ties += tie_in;
             else if (w >= left.least)
@@ -230,8 +274,8 @@ MK_CALL bool mk_draw_find(const mk_insn *in, const mk_dist *q, uint64_t random, 
         }
     }
     const uint64_t own = sum, own_ties = ties;
-    sum = mk_block_before(sum, &all_sum);
-    ties = mk_block_before(ties, &all_ties);
+    sum = mk_block_before(sum, &all_sum, 0);
+    ties = mk_block_before(ties, &all_ties, 1);
     mk_draw_part *part = mk_sh()->args.draw->part[mk_sh()->draw_met & 1];
     if (tid == 0) {
         __stcg(&part[in->sample.helper].sum, (unsigned long long)all_sum);
@@ -244,11 +288,11 @@ MK_CALL bool mk_draw_find(const mk_insn *in, const mk_dist *q, uint64_t random, 
         part_sum = __ldcg(&part[tid].sum);
         part_ties = __ldcg(&part[tid].ties);
     }
-    before = mk_block_before(part_ties, &total);
+    before = mk_block_before(part_ties, &total, 0);
     uint64_t kept = left.ties > before ? left.ties - before : 0;
     if (kept > part_ties) kept = part_ties;
     part_sum += kept * tie_weight;
-    start = mk_block_before(part_sum, &total);
+    start = mk_block_before(part_sum, &total, 1);
     uint64_t at = __umul64hi(random, total);
     if (tid == in->sample.helper) {
         x->mine = start <= at && at < start + part_sum;
@@ -263,17 +307,21 @@ MK_CALL bool mk_draw_find(const mk_insn *in, const mk_dist *q, uint64_t random, 
         uint64_t upto = first;
         room = left_ties;
         if (first <= at && at < first + own + (own_ties < room ? own_ties : room) * tie_weight) {
+            bool found = false;
 #pragma unroll 1
-            for (uint32_t i = lo; i < hi; i++) {
-                const float l = __ldcg(q->logit + i);
-                const uint32_t k = mk_order_key(l);
-                uint64_t w = k < left.key ? 0 : mk_weigh(l, q->max, q->temperature);
-                if (w < left.least || (k == left.key && room == 0)) continue;
-                if (k == left.key) room--;
-                upto += w;
-                if (k < left.key || upto <= at) continue;
-                mk_packet_store(&mk_sh()->args.draw->token[row], i, __float_as_uint(l), 0, epoch);
-                break;
+            for (uint32_t i = lo; i < hi && !found; i += MK_AHEAD) {
+                mk_logits_ask(l, q->logit + i, 1, hi - i);
+#pragma unroll 1
+                for (uint32_t j = i; j < min(hi, i + MK_AHEAD) && !found; j++) {
+                    const float logit = mk_logits_next(l);
+                    const uint32_t k = mk_order_key(logit);
+                    const uint64_t w = k < left.key ? 0 : mk_weigh(logit, q->max, q->temperature);
+                    if (w < left.least || (k == left.key && room == 0)) continue;
+                    if (k == left.key) room--;
+                    upto += w;
+                    found = k >= left.key && upto > at;
+                    if (found) mk_packet_store(&mk_sh()->args.draw->token[row], j, __float_as_uint(logit), 0, epoch);
+                }
             }
         }
     }
@@ -307,7 +355,7 @@ MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row, f
     }
     if (s.min_p > 0.0f && threadIdx.x == 0) x->left.least = mk_share(s.min_p < 1.0f ? s.min_p : 1.0f, 1ull << 40);
     mk_sync();
-    const bool any = mk_draw_find(in, &q, mk_draw(s.seed, sh->step.row[row].pos + 1), row, epoch);
+    const bool any = mk_draw_find(in, &q, x->random[row], row, epoch);
     if (in->sample.helper || !any) return;
     if (threadIdx.x == 0) {
         mk_spin spin = {0, 0};
@@ -333,40 +381,47 @@ template <int HALF> MK_DEV void mk_stats_greatest(mk_stats *s)
     }
 }
 /* What a sum taken against maximum `from` is against `to`. */
-MK_DEV float mk_stats_rebase(float sum, float from, float to)
+MK_CALL float mk_stats_rebase(float sum, float from, float to)
 {
     const float e = mk_expf(from - to);
     return from > -INFINITY ? __fmul_rn(sum, e) : 0.0f;
 }
 
-/* The statistics of one row: slices tid, tid + MK_COMPUTE, ... a thread, then the warps', then every warp merges what the warps have. One barrier. */
-MK_DEV mk_stats mk_stats_merge(const mk_dev *d, uint32_t row, uint32_t slices, mk_stats *warps)
+/* The statistics of one row: slices tid, tid + MK_COMPUTE, ... a thread, then the warps', in x->warps[half], then every warp merges what the warps have. One barrier. wait: false: of whatever is
+ * there. */
+MK_CALL mk_stats mk_stats_merge(const mk_insn *in, uint32_t row, uint32_t half, bool wait)
 {
     constexpr uint32_t PER = MK_MAX_PIECES / MK_COMPUTE; /* slices of a thread at most */
-    const mk_wait *w = &d->in->wait[0];
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_wait *w = &in->wait[0];
     const mk_vec *v = &d->sh->vec[w->vec];
+    mk_stats *warps = mk_scratch()->warps[half];
     const uint4 *base = mk_wait_packets(d, w, v, row);
-    const uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets;
+    const uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets, slices = in->sample.slices;
     uint4 q[PER];
     mk_stats s = {-INFINITY, 0, 0xffffffffu};
+    uint32_t wanted = 0;
 #pragma unroll
     for (uint32_t k = 0; k < PER; k++) {
         const uint32_t i = d->tid + k * MK_COMPUTE;
         q[k] = make_uint4(0xff800000u, 0xffffffffu, 0, epoch);
-        if (i < slices) q[k] = mk_packet_load(base + i * sp);
+        if (i >= slices) continue;
+        q[k] = mk_packet_load(base + i * sp);
+        wanted |= 1u << k;
     }
+    mk_packets_wait_every<PER, true>(base + d->tid * sp, MK_COMPUTE * sp, wait ? wanted : 0, epoch, 0, row, d->tid * sp, q);
 #pragma unroll
     for (uint32_t k = 0; k < PER; k++) {
-        const uint32_t at = (d->tid + k * MK_COMPUTE) * sp;
-        uint32_t looks = 0;
-        while (q[k].w != epoch && mk_still_waiting(++looks, 0, row, at, q[k].w)) q[k] = mk_packet_load(base + at);
-        mk_waited(looks);
         const bool more = __uint_as_float(q[k].x) > s.max;
         s.max = more ? __uint_as_float(q[k].x) : s.max;
         s.best = more ? q[k].y : s.best;
     }
+#pragma unroll 1
+    for (uint32_t n = PER; n--;) {
+        s.sum = __fadd_rn(s.sum, mk_stats_rebase(__uint_as_float(q[0].z), __uint_as_float(q[0].x), s.max));
 #pragma unroll
-    for (uint32_t k = 0; k < PER; k++) s.sum = __fadd_rn(s.sum, mk_stats_rebase(__uint_as_float(q[k].z), __uint_as_float(q[k].x), s.max));
+        for (uint32_t k = 0; k + 1 < PER; k++) q[k].x = q[k + 1].x, q[k].z = q[k + 1].z;
+    }
     float own = s.max;
     mk_stats_greatest<16>(&s);
     s.sum = mk_warp_sum(mk_stats_rebase(s.sum, own, s.max));
@@ -394,7 +449,15 @@ MK_DEV mk_sampling mk_sampling_of(const mk_gpu_args *a, uint32_t slot)
 }
 static_assert(sizeof(mk_sampling) == 32, "two loads");
 
-/* Nobody draws and nobody wants to know what another token would have got: the statistics are enough, and nothing is called. */
+/* The worker that schedules has time until the statistics are there (planner_layers.c, spare_scheduler): turn 0 of its SAMPLE is for the code's sake, with the first row as it is, and SCHEDULE's comes behind
+ * it (mk_schedule_dress). Between kernels there is nothing to wait for. */
+#ifdef MK_PHASED
+#define MK_FIRST_TURN 1u
+#else
+#define MK_FIRST_TURN 0u
+#endif
+
+/* Nobody draws and nobody wants to know what another token would have got: the statistics are enough. */
 MK_DEV bool mk_sample_is_greedy(void)
 {
     const mk_step *step = &mk_sh()->step;
@@ -424,10 +487,12 @@ MK_DEV void mk_sample_greedy_run(const mk_dev *d)
     __syncwarp();
     uint32_t merged = 0;
 #pragma unroll 1
-    for (uint32_t r = 0; r < nrows; r++) {
+    for (uint32_t i = MK_FIRST_TURN; i <= nrows; i++) {
+        const uint32_t r = i ? i - 1 : 0;
         if (!(d->step->row[r].flags & MK_ROW_SAMPLE)) continue;
-        const mk_stats t = mk_stats_merge(d, r, s->slices, mk_scratch()->warps[merged++ & 1]);
-        if (!r) mk_trace_input(d);
+        const mk_stats t = mk_stats_merge(d->in, r, merged++ & 1, i != 0);
+        if (i == 1) mk_trace_input(d);
+        if (i == 0 && d->warp == 0) mk_schedule_dress(d->sh, d->lane);
         if (d->tid == 0) {
             out->token[r] = t.best < s->vocab ? t.best : 0;
             out->logprob[r] = mk_sample_logprob(t.max, &t);
@@ -452,8 +517,11 @@ MK_DEV void mk_sample_run(const mk_dev *d)
 #ifdef MK_PHASED /* nobody remembers; all meetings so far were complete, and none is before this worker comes */
     if (look && d->tid == 0) d->sh->draw_met = mk_load_relaxed(&d->a->draw->arrived) / (s->helpers + 1u);
 #endif
-    if (look && d->tid < nrows) x->sampling[d->tid] = mk_sampling_of(d->a, d->step->row[d->tid].slot);
-    if (look || score) mk_bulk_wait(d, &d->in->wait[1]);
+    if (look && d->tid < nrows) {
+        const mk_sampling own = mk_sampling_of(d->a, d->step->row[d->tid].slot);
+        x->sampling[d->tid] = own;
+        x->random[d->tid] = mk_draw(own.seed, d->step->row[d->tid].pos + 1);
+    }
     mk_sampled *out = s->helper ? (mk_sampled *)0 : (mk_sampled *)mk_local_at(d, d->in->signal_vec); /* thread 0's; it is SCHEDULE as well */
     if (out && d->tid < MK_MAX_ROWS) {
         out->token[d->tid] = 0;
@@ -462,12 +530,18 @@ MK_DEV void mk_sample_run(const mk_dev *d)
     __syncwarp();
     uint32_t merged = 0;
 #pragma unroll 1
-    for (uint32_t r = 0; r < nrows; r++) {
+    for (uint32_t i = MK_FIRST_TURN; i <= nrows; i++) {
+        const uint32_t r = i ? i - 1 : 0;
         const mk_row *row = &d->step->row[r];
-        const bool draws = (row->flags & (MK_ROW_SAMPLE | MK_ROW_GREEDY)) == MK_ROW_SAMPLE && x->sampling[r].temperature > 0.0f;
+        if (i == 1 && (look || score)) mk_bulk_wait(d, &d->in->wait[1]);
+        const bool draws = i && (row->flags & (MK_ROW_SAMPLE | MK_ROW_GREEDY)) == MK_ROW_SAMPLE && x->sampling[r].temperature > 0.0f;
         if (!(row->flags & (MK_ROW_SAMPLE | MK_ROW_SCORE)) || (s->helper && !draws)) continue;
-        const mk_stats t = mk_stats_merge(d, r, s->slices, x->warps[merged++ & 1]);
-        if (!r) mk_trace_input(d);
+        const mk_stats t = mk_stats_merge(d->in, r, merged++ & 1, i != 0);
+        if (!i) {
+            if (d->warp == 0) mk_schedule_dress(d->sh, d->lane);
+            continue;
+        }
+        if (i == 1) mk_trace_input(d);
         const float *logits = (const float *)mk_bulk_at(d, d->in->wait[1].vec) + (size_t)r * s->vocab;
         if (d->tid == 0) {
             x->best = t.best == 0xffffffffu ? 0 : t.best;

@@ -225,6 +225,13 @@ MK_DEV mk_sched *mk_schedule_rehearsal(mk_rehearsal *r, uint32_t lane)
     return &r->s;
 }
 
+/* What the rows have yielded, told and kept. */
+MK_CALL void mk_schedule_finish(mk_sched *s, const mk_step *step, const mk_sampled *m)
+{
+    mk_sched_finish(s, step, m->token, m->logprob, mk_now());
+    s->step++;
+}
+
 /* The short way (megakernel/schedule.h), by one warp, a lane a row: publishes the step that entry e makes of an idle machine. False: it is none of the easy ones. The
  * entry is still to be taken; the step's descriptor is whole, here as well. */
 MK_DEV bool mk_schedule_short(mk_sched *s, const mk_submit *e, uint4 *ring, uint32_t lane)
@@ -239,8 +246,8 @@ MK_DEV bool mk_schedule_short(mk_sched *s, const mk_submit *e, uint4 *ring, uint
     return true;
 }
 
-/* Composes and publishes the next step, waiting for the host as long as there is nothing to do. By one warp; go (lane 0): not aborted. */
-MK_CALL void mk_schedule_next(uint32_t lane, bool go)
+/* Composes and publishes the next step, waiting for the host as long as there is nothing to do. By one warp; go (lane 0): not aborted. dress: a rehearsal with this, and no more. */
+MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress)
 {
     mk_shared *sh = mk_sh();
     const mk_gpu_args *a = &sh->args;
@@ -251,14 +258,16 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go)
     enum { AT_ONCE, REHEARSE, TAKE_OVER, WAIT };
     mk_looker l = mk_looker_new(a, own);
     bool idle = false;
-    for (uint32_t pass = AT_ONCE;; pass += pass < WAIT) {
+    for (uint32_t pass = dress ? REHEARSE : AT_ONCE;; pass += pass < WAIT) {
         mk_sched *s = own;
         const mk_submit *e = MK_NEAR ? &sh->near_entry : 0;
 #ifdef MK_PHASED /* there is no courier, and no rehearsal */
         if (pass == AT_ONCE) mk_look(&l, 0, lane);
         if (pass == REHEARSE) pass = WAIT;
 #else
-        if (pass == REHEARSE) {
+        if (pass == REHEARSE && dress) {
+            s = dress;
+        } else if (pass == REHEARSE) {
             s = mk_schedule_rehearsal((mk_rehearsal *)sh->staging, lane);
             e = ((mk_rehearsal *)sh->staging)->entry;
             idle = true;
@@ -291,6 +300,7 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go)
         }
         __syncwarp();
         if (!s->next.nrows && !s->stop) {
+            if (dress) return;
             idle = mk_sched_idle(s);
             continue;
         }
@@ -303,6 +313,7 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go)
             __syncwarp();
             mk_step_publish(&s->next, ring, lane);
         }
+        if (dress) return;
         if (pass == REHEARSE) continue;
         if (lane) return;
         mk_flag_set(&sh->published, s->next.seq + 1);
@@ -312,6 +323,44 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go)
     if (own->submit_next != submit_next) beat[MK_BEAT_TAKEN] = own->submit_next;
     beat[MK_BEAT_EVENTS] = own->event_next;
     beat[MK_BEAT_STREAMS] = own->n_active;
+}
+
+/* Behind a step everybody waits for SCHEDULE, and what runs once a step comes from L2, line after line. So it is rehearsed while SAMPLE waits, in the staging area, with what SCHEDULE knows and a
+ * token that nobody has. */
+typedef struct mk_dress {
+    mk_sched s;
+    mk_sched_slot st[MK_NEAR_SLOTS];
+    uint32_t active[MK_NEAR_SLOTS];
+    mk_sampled sampled;
+} mk_dress;
+/* By one warp. Where all rows are of streams that generate (a test's are of none), and no append is under way: what SCHEDULE does then moves its marks, which are not copied. */
+MK_CALL void mk_schedule_dress(mk_shared *sh, uint32_t lane)
+{
+#if MK_NEAR
+    mk_dress *r = (mk_dress *)sh->staging;
+    const uint32_t slots = sh->sched.n_slots;
+    const mk_sched_slot *t = sh->st + lane % MK_NEAR_SLOTS;
+    const uint32_t slot = sh->step.row[lane % MK_MAX_ROWS].slot;
+    const bool strange = lane < sh->step.nrows && (slot >= min(slots, MK_NEAR_SLOTS) || !sh->st[slot].open || !sh->st[slot].gen);
+    if (slots > MK_NEAR_SLOTS || __any_sync(0xffffffffu, strange || (lane < slots && t->n_append))) return;
+    for (uint32_t k = lane; k < sizeof r->s / 4; k += 32) ((uint32_t *)&r->s)[k] = ((const uint32_t *)&sh->sched)[k];
+    for (uint32_t k = lane; k < slots * sizeof *r->st / 4; k += 32) ((uint32_t *)r->st)[k] = ((const uint32_t *)sh->st)[k];
+    if (lane < slots) r->active[lane] = sh->active[lane];
+    if (lane < MK_MAX_ROWS) r->sampled.token[lane] = 0xffffffffu, r->sampled.logprob[lane] = 0;
+    __syncwarp();
+    if (lane == 0) {
+        r->s.st = r->st;
+        r->s.active = r->active;
+        r->s.event = (mk_event *)(sh->args.step_ring + (MK_STEP_RING + 1) * MK_STEP_PACKETS);
+        r->s.event_next = r->s.taken = 0;
+        r->s.submitted = r->s.submit_next;
+        r->s.trace_steps = r->s.trace_at = r->s.hang = r->s.stop = 0;
+        mk_schedule_finish(&r->s, &sh->step, &r->sampled);
+    }
+    __syncwarp();
+    mk_schedule_next(lane, true, &r->s);
+    __syncwarp();
+#endif
 }
 
 /* Epochs repeat after 2^32 / MK_EPOCH_STRIDE steps, and a row that few steps have keeps its packets as long (megakernel/exchange.h,
@@ -350,14 +399,13 @@ MK_DEV void mk_schedule_run(const mk_dev *d)
     if (go) {
         const mk_sampled *m = (const mk_sampled *)mk_local_at(d, d->in->wait[0].vec);
         mk_sched *s = mk_schedule_state(d->sh);
-        mk_sched_finish(s, d->step, m->token, m->logprob, mk_now());
-        s->step++;
+        mk_schedule_finish(s, d->step, m);
         ((volatile uint32_t *)d->a->heartbeat)[MK_BEAT_STEPS] = s->step;
     }
     __syncwarp();
     mk_trace_publish(d);
     mk_trace_end(d);
-    mk_schedule_next(d->lane, go);
+    mk_schedule_next(d->lane, go, 0);
     mk_schedule_handed_over();
 }
 

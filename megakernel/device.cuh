@@ -15,7 +15,7 @@
 #define MK_GROUP_WARPS    4u             /* a warpgroup */
 #define MK_GROUPS         (MK_WARPS / 4) /* of them: matvec.cuh */
 #define MK_WARP_CONTROL   MK_WARPS       /* reads step descriptors, feeds instructions */
-#define MK_WARP_LOADER    (MK_WARPS + 1) /* streams weights, and pages of a latent cache */
+#define MK_WARP_LOADER    (MK_WARPS + 1) /* streams weights, and pages of a cache */
 #define MK_WARP_COURIER   (MK_WARPS + 2) /* goes to the host for SCHEDULE; the warp after it leaves at once: four change their registers together */
 #define MK_WARP_ASIDE     (MK_WARPS + 4) /* the first of those that do GEMVs aside: aside.cuh */
 #define MK_ASIDES         4u
@@ -65,11 +65,18 @@ __host__ __device__ __forceinline__ static uint32_t mk_step_packets(uint32_t nro
 enum { MK_SEG_LOGITS = 1,  /* only in steps that need logits */
        MK_SEG_ROUTED = 2,  /* the first behind a ROUTE of this queue, which is to be waited for */
        MK_SEG_RELEASES = 4, /* the last that goes by it: the next one may be made */
-       MK_SEG_CACHE = 8 /* none of these: pages of a latent cache, in a step of one row */ };
+       MK_SEG_CACHE = 8 /* none of these: pages of a cache, in a step of one row */ };
 #define MK_CACHE_STAGES 4u  /* of a page */
+/* Of heads of so many blocks of 32 channels: pages that GQA_PARTIAL takes at a time; stages of a page. */
+#define MK_GQA_TURN(blocks)   ((blocks) == 8 ? 1u : 2u)
+#define MK_GQA_STAGES(blocks) ((blocks) / 2u)
+MK_BOTH uint32_t mk_gqa_blocks(uint32_t dim)
+{
+    return dim > 128 ? 8 : dim > 64 ? 4 : 2;
+}
 #define MK_CACHE_SKEW   64u /* bytes between the halves of such a stage, so that what eight lanes read at once falls into different banks */
 typedef struct mk_seg {
-    uint64_t base;   /* in the tape region or the expert region; MK_SEG_CACHE: the number of the MLA_PARTIAL, and per_most, per_less are its grain and most */
+    uint64_t base;   /* in the tape region or the expert region; MK_SEG_CACHE: the number of the partial, and per_most, per_less are its grain and most */
     uint64_t stride; /* from expert to expert */
     uint32_t scales; /* bytes of scales, padded */
     union {
@@ -231,7 +238,7 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
 #define MK_LAP         0x400u /* and its parity */
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2, /* GQA: the newest key turns as the queries do */
        MK_AHEAD_HALVES = 4 /* GQA: the last split's items have half of their heads each, and behind all others come those of the other halves */ };
-#define MK_AHEAD_PAGES 4u /* of a worker's first item of attention, looked up and asked for by the controller */
+#define MK_AHEAD_PAGES 2u /* of a worker's first item of attention, looked up and asked for by the controller */
 #define MK_NO_NORM 15u
 
 /* What follows from an instruction and a step, by the controller: row 0 of waits 0-2 and of the signal (PACKET vectors), and their epochs. */
@@ -242,7 +249,7 @@ typedef struct mk_places {
     uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_*; with MK_TRACED where the step is */
     uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_* */
     union {
-        uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item; MLA: the first ones of its first two */
+        uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item, what the registers take first; MLA: the first ones of its first two */
         uint32_t after;                /* of what is done aside: hand_over */
     };
 } mk_places;
@@ -311,7 +318,7 @@ typedef struct mk_gpu_args {
     const uint32_t *page; /* the device's copy of the page tables */
     mk_sched *sched;      /* as it is at the start; the resident kernel then has it in shared memory */
     const mk_submit_packets *submit; /* pinned [MK_SUBMIT_RING] */
-    uint4 *step_ring;     /* [MK_STEP_RING + 1][MK_STEP_PACKETS] packets; nobody reads the last ones */
+    uint4 *step_ring;     /* [MK_STEP_RING + 1][MK_STEP_PACKETS] packets; nobody reads the last ones, nor the events behind them: rehearsals */
     uint32_t *abort;
     uint32_t *position;   /* [workers] the instruction last fed: for the flight recorder */
     mk_fault *fault;      /* pinned */

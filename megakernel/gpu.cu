@@ -374,27 +374,32 @@ static mk_seg tape_seg(const mk_gpu *g, const mk_insn *in, uint64_t tape)
     return s;
 }
 
-/* MLA_PARTIAL: whether a split may have several pages; whether steps of one row can take them through the ring. Else they go the way of steps of several rows. */
+/* MLA_PARTIAL, GQA_PARTIAL: whether a split may have more pages than compute warps read themselves; whether steps of one row can take them through the ring. Else they go the way of steps of
+ * several rows. */
 static int several_pages(const mk_gpu *g, const mk_insn *in)
 {
-    return in->mla.grain || mk_split_pages(g->prog->info.max_context - 1, in->mla.grain, in->mla.most) > 1;
+    const int mla = in->opcode == MK_OP_MLA_PARTIAL;
+    const uint32_t grain = mla ? in->mla.grain : in->gqa.grain, most = mla ? in->mla.most : in->gqa.most, own = mla ? 1 : MK_GQA_TURN(mk_gqa_blocks(in->gqa.dim));
+    return 1u << grain > own || mk_split_pages(g->prog->info.max_context - 1, grain, most) > own;
 }
 static int ring_takes(const mk_gpu *g, const mk_insn *in)
 {
+    if (!several_pages(g, in)) return in->opcode != MK_OP_MLA_PARTIAL || in->mla.rope <= MK_ATT_RING_ROPE;
+    if (in->opcode == MK_OP_GQA_PARTIAL) return 4 * MK_PAGE * in->gqa.dim / MK_GQA_STAGES(mk_gqa_blocks(in->gqa.dim)) <= g->args.ring.stride;
     const uint32_t stage = mk_latent_row_bytes(in->mla.latent, in->mla.rope, in->mla.cache, 2) * (MK_PAGE / MK_CACHE_STAGES) + MK_CACHE_SKEW;
-    return in->mla.rope <= MK_ATT_RING_ROPE && (!several_pages(g, in) || stage <= g->args.ring.stride);
+    return in->mla.rope <= MK_ATT_RING_ROPE && stage <= g->args.ring.stride;
 }
 static_assert((232448 - sizeof(mk_shared) - MK_TILE_BYTES - 6144) / MK_STAGES / 128 * 128 >= MK_PAGE / MK_CACHE_STAGES * 2 * (512 + 64) + MK_CACHE_SKEW,
               "the ring takes 512 + 64 values of bf16 on an H200, beside the LOCAL vectors of kimi-linear-48b, which have 6,016 bytes");
-/* Pages of the cache of MLA_PARTIAL number k. */
+/* Pages of the cache of partial number k. */
 static mk_seg cache_seg(const mk_insn *in, uint32_t k)
 {
     mk_seg s;
     memset(&s, 0, sizeof s);
     s.base = k;
     s.flags = MK_SEG_CACHE;
-    s.per_most = in->mla.grain;
-    s.per_less = in->mla.most;
+    s.per_most = in->opcode == MK_OP_MLA_PARTIAL ? in->mla.grain : in->gqa.grain;
+    s.per_less = in->opcode == MK_OP_MLA_PARTIAL ? in->mla.most : in->gqa.most;
     return s;
 }
 
@@ -620,6 +625,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
                 pairs_plan(g, in, &plan[k]);
                 break;
             case MK_OP_MLA_PARTIAL:
+            case MK_OP_GQA_PARTIAL:
                 if (several_pages(g, in)) seg[n_seg++] = cache_seg(in, k);
                 break;
             default: break;
@@ -636,7 +642,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
     if (!rc) rc = attention_plans(g, insn, queue, W, plan, err);
     for (uint32_t k = 0; k < n_insn; k++) plan[k].one = one_row(&insn[k], &plan[k]);
     for (uint32_t s = 0; s < n_seg; s++) /* others read the cache themselves */
-        if (seg[s].flags & MK_SEG_CACHE && plan[seg[s].base].one != MK_ONE_MLA) memset(&seg[s], 0, sizeof seg[s]);
+        if (seg[s].flags & MK_SEG_CACHE && plan[seg[s].base].one != MK_ONE_MLA && plan[seg[s].base].one != MK_ONE_GQA) memset(&seg[s], 0, sizeof seg[s]);
     int ok = !rc && (a->insn = (mk_insn *)uploaded(g, "program", insn, (uint64_t)n_insn * sizeof *insn, err)) &&
              (a->plan = (mk_plan *)uploaded(g, "plans", plan, (uint64_t)n_insn * sizeof *plan, err)) &&
              (a->queue = (uint32_t *)uploaded(g, "queues", queue, 4ull * (W + 1), err)) &&
@@ -760,7 +766,7 @@ static int allocate(mk_gpu *g, mk_err *err)
              (g->pages = (uint32_t *)device_memory(g, "page tables", 4ull * slots * g->max_pages, err)) &&
              (g->sched = (mk_sched *)device_memory(g, "schedule", sizeof(mk_sched), err)) &&
              (g->st = (mk_sched_slot *)device_memory(g, "schedule", slots * (sizeof(mk_sched_slot) + sizeof(mk_sched_rest) + 4), err)) &&
-             (a->step_ring = (uint4 *)device_memory(g, "step ring", steps + MK_STEP_PACKETS * 16, err)) &&
+             (a->step_ring = (uint4 *)device_memory(g, "step ring", steps + MK_STEP_PACKETS * 16 + MK_MAX_ROWS * MK_SCHED_EVENTS * sizeof(mk_event), err)) &&
              (a->trace = (uint4 *)device_memory(g, "trace", (uint64_t)mk_trace_limit(i->n_insn) * i->n_insn * sizeof(mk_trace_record), err)) &&
              (a->abort = (uint32_t *)device_memory(g, "abort word", 16, err)) &&
              (a->position = (uint32_t *)device_memory(g, "positions", 4ull * i->workers, err)) &&

@@ -33,7 +33,7 @@ typedef struct mk_gpu_config {
     uint32_t timeout_ms; /* of every wait but the idle ones; 0: 2000 */
     uint32_t sweep;      /* steps between two sweeps of the exchange, a power of two; 0: 2^20 (megakernel/exchange.h) */
     uint32_t laid;       /* for tests: one more than the enum mk_laid whose kernel is to run; 0: the one that suits the program */
-    int unloaded;        /* what goes through the ring is not read (weights; pages of a latent cache but for the first of each split): it keeps small random values. To measure what a step takes beside that */
+    int unloaded;        /* what goes through the ring is not read (weights; pages of a cache but for the first ones of each split): it keeps small random values. To measure what a step takes beside that */
 } mk_gpu_config;
 
 /* What host and device share; all pinned. A submit entry goes through mk_gpu_submit. */

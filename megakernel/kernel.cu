@@ -3,7 +3,7 @@
  *   warps 0-7    compute: the instructions of the queue, one after the other, all warps on each
  *   controller   waits for the next step descriptor, then feeds the queue's instructions, a few ahead
  *   loader       streams weights into the ring in the queue's order, over instruction, layer and step boundaries: the worker's tape, and, when a layer's route is known, the chosen
- *                experts' slices; and among them, in a step of one row, pages of a latent cache
+ *                experts' slices; and among them, in a step of one row, pages of a cache
  *   courier      on SCHEDULE's worker: looks for what the host says (instructions/schedule.cuh)
  *   aside        four warps for what is done beside the queue (instructions/aside.cuh)
  *
@@ -139,7 +139,7 @@ MK_DEV void compute(const mk_gpu_args *a)
 {
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
     if (!MK_ONE_STEP && schedules(a)) {
-        if (threadIdx.x < 32) mk_schedule_next(threadIdx.x, true);
+        if (threadIdx.x < 32) mk_schedule_next(threadIdx.x, true, 0);
         mk_schedule_handed_over();
     }
 
@@ -349,7 +349,7 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, 
     const uint32_t last = row->pos / MK_PAGE, splits = mk_page_quot(last, per) + 1, part = mla ? m->part : g->part, i = part + (mla ? (lane & 1) * m->parts : 0);
     const bool halves = !mla && mk_gqa_halves(g, splits);
     const uint32_t items = (splits + halves) * n, nth = mk_page_quot(i, n), rest = i - nth * n, split = min(nth, splits - 1); /* rest: which heads */
-    const uint32_t page = split * per + (mla ? 0 : lane & 3), ahead = mla ? 2 : min(per, MK_AHEAD_PAGES);
+    const uint32_t page = split * per + (mla ? 0 : lane & 1), ahead = mla ? 2 : min(per, MK_GQA_TURN(mk_gqa_blocks(g->dim)));
     const bool has = i < items && page <= last && lane < ahead;
     const uint32_t id = has ? __ldcg(a->page + (row->slot * a->max_pages + page)) : 0;
     if (part >= items) return false;
@@ -618,7 +618,46 @@ MK_DEV bool feed_blank(mk_feed *f)
     return true;
 }
 
-/* Pages of the cache of this worker's items of an MLA_PARTIAL, but for the first of each, which compute warps read themselves, in a step of one row (attention.cuh).
+/* Keys and values of this worker's items of a GQA_PARTIAL, but for the first turn's, which compute warps read themselves: in the stages that gqa_partial.cuh says. The newest token's are not waited for,
+ * for nobody looks at them there. False: leave. */
+MK_DEV bool feed_heads(mk_feed *f, const mk_gpu_args *a, const mk_gqa *g, uint32_t pos, uint32_t slot, uint32_t per)
+{
+    const uint32_t last = pos / MK_PAGE, dim = g->dim, blocks = mk_gqa_blocks(dim), turn = MK_GQA_TURN(blocks), stages = MK_GQA_STAGES(blocks), bytes = 4 * MK_PAGE * dim / stages;
+    const uint32_t kv_heads = g->kv_heads, group = mk_page_quot(g->heads, kv_heads), splits = mk_page_quot(last, per) + 1;
+    if (per <= turn) return true;
+    const bool halves = mk_gqa_halves(g, splits);
+    const uint32_t items = (splits + halves) * kv_heads, times = halves ? 1 : (group + MK_GQA_HEADS - 1) / MK_GQA_HEADS; /* that an item's heads read them */
+#pragma unroll 1
+    for (uint32_t i = g->part; i < items; i += g->parts) {
+        const uint32_t nth = mk_page_quot(i, kv_heads), first = min(nth, splits - 1) * per, n = min(per, last + 1 - first);
+        const uint32_t *page = a->page + ((size_t)slot * a->max_pages + first);
+        const uint8_t *const base = a->kv + g->kv_off + 2 * mk_gqa_at(dim, i - nth * kv_heads, 0, 0);
+#pragma unroll 1
+        for (uint32_t t = 0; t < times; t++) {
+            uint32_t id = __ldcg(page + min(turn, n - 1)), second = __ldcg(page + min(turn + 1, n - 1));
+#pragma unroll 1
+            for (uint32_t k = turn; k < n; k += turn) {
+                const uint8_t *const at = base + (uint64_t)id * a->kv_page_bytes, *const beside = base + (uint64_t)second * a->kv_page_bytes;
+                id = __ldcg(page + min(k + turn, n - 1)), second = __ldcg(page + min(k + turn + 1, n - 1));
+#pragma unroll 1
+                for (uint32_t j = 0; j < turn * stages; j++) {
+                    if (!feed_room(f)) return false;
+                    const uint32_t whose = (f->bar - f->full) / 8 % MK_GROUPS, other = turn > 1 ? whose : 0, part = turn > 1 ? j / 2 : j < 2 ? whose : j;
+                    if (k + other < n && !f->unloaded) {
+                        mk_mbar_expect(f->bar, bytes);
+                        mk_bulk_copy(f->to - f->scales, (other ? beside : at) + part * bytes, bytes, f->bar, f->policy);
+                    } else {
+                        mk_mbar_arrive(f->bar);
+                    }
+                    feed_next(f);
+                }
+            }
+        }
+    }
+    return true;
+}
+
+/* Pages of the cache of this worker's items of a partial, in a step of one row; of an MLA_PARTIAL but for the first of each, which compute warps read themselves (attention.cuh).
  * Behind the row's last token stand tokens of the page before, for their values are multiplied with zeros. seq: steps since the launch. False: leave. */
 MK_DEV bool feed_cache(mk_feed *f, const mk_gpu_args *a, const mk_shared *sh, const mk_seg *s, uint32_t seq)
 {
@@ -628,6 +667,10 @@ MK_DEV bool feed_cache(mk_feed *f, const mk_gpu_args *a, const mk_shared *sh, co
     if (pos == MK_NO_CACHE || per == 1) return true;
     if (MK_ONE_STEP) mk_phase_wait();
     const mk_insn *in = a->insn + s->base;
+    if (in->opcode == MK_OP_GQA_PARTIAL) {
+        asm volatile("fence.proxy.async.global;" ::: "memory");
+        return feed_heads(f, a, &in->gqa, pos, slot, per);
+    }
     const mk_mla *m = &in->mla;
     const uint32_t group = mk_head_group(pos, m->heads), groups = mk_page_quot(m->heads + group - 1, group);
     const uint32_t bytes = mk_latent_row_bytes(m->latent, m->rope, m->cache, 2), tokens = MK_PAGE / MK_CACHE_STAGES / 2, items = (mk_page_quot(last, per) + 1) * groups, parts = m->parts;

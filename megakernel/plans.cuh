@@ -245,7 +245,7 @@ static int attention_plans(const mk_gpu *g, const mk_insn *insn, const uint32_t 
                 if (!pass) queries_aside(insn, plan, queue[q], k);
                 continue;
             }
-            if (in->opcode != MK_OP_GQA_PARTIAL || in->wait[1].pub >= MK_EPOCH_STRIDE || !spaced(insn, plan, queue[q], k)) continue;
+            if (in->opcode != MK_OP_GQA_PARTIAL || in->wait[1].pub >= MK_EPOCH_STRIDE || !ring_takes(g, in) || !spaced(insn, plan, queue[q], k)) continue;
             writer *w = &all[(size_t)in->wait[1].vec * MK_EPOCH_STRIDE + in->wait[1].pub];
             const mk_insn *app = &insn[w->insn];
             if (w->n != p->vec[in->wait[1].vec].signals) continue;

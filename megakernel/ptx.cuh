@@ -119,6 +119,13 @@ MK_DEV void mk_sync(void)
 {
     asm volatile("bar.sync 1, %0;" ::"n"(MK_COMPUTE) : "memory");
 }
+/* The same; whether one of them says so. */
+MK_DEV bool mk_sync_any(bool own)
+{
+    uint32_t any;
+    asm volatile("{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %1, 0;\n\tbar.red.or.pred q, 1, %2, p;\n\tselp.u32 %0, 1, 0, q;\n\t}" : "=r"(any) : "r"((uint32_t)own), "n"(MK_COMPUTE) : "memory");
+    return any != 0;
+}
 
 MK_DEV void mk_sts16(uint32_t at, uint32_t v)
 {
