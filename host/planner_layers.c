@@ -488,16 +488,15 @@ static void embed_and_h(mk_builder *b, mk_roles *R)
     free(h.v);
 }
 
-#define PIECES_MOST 2048u /* of the LM head, that a GPU takes (device.cuh, MK_MAX_PIECES) */
-
-/* The LM head's rows: worker 0 has three pieces fewer than others. When all have theirs, they wait for what it does alone, which it rehearses while they are at it (schedule.cuh). Where workers are few or
- * rows are, that would cost the others more than it saves them: 1 %. */
+/* The LM head's rows: worker 0 has up to three pieces fewer than others, as long as that gives nobody another piece. When all have theirs, they wait for what it does alone, which it rehearses while they
+ * are at it (schedule.cuh). Where workers are few or rows are, that would cost the others more than it saves them: 1 %. */
 static void spare_scheduler(uint32_t *cut, uint32_t workers)
 {
-    const uint32_t rows = cut[workers], spared = 3 * MK_SEGMENT_ROWS;
+    const uint32_t rows = cut[workers], spared = 3 * MK_SEGMENT_ROWS, full = (cut[1] + MK_SEGMENT_ROWS - 1) / MK_SEGMENT_ROWS * MK_SEGMENT_ROWS;
     if (cut[1] < spared + MK_SEGMENT_ROWS || 100ull * spared > (uint64_t)rows * (workers - 1) / workers) return;
-    const uint32_t own = cut[1] - spared, others = (rows - own + workers - 2) / (workers - 1);
-    if (((own + MK_SEGMENT_ROWS - 1) / MK_SEGMENT_ROWS) + (workers - 1) * ((others + MK_SEGMENT_ROWS - 1) / MK_SEGMENT_ROWS) > PIECES_MOST) return;
+    const uint64_t most = (uint64_t)full * (workers - 1); /* that the others can have */
+    uint32_t own = cut[1] - spared;
+    if (rows > most + own) own = rows - (uint32_t)most;
     for (uint32_t w = 1; w <= workers; w++) cut[w] = own + mk_start(w - 1, rows - own, workers - 1);
 }
 

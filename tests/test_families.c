@@ -318,6 +318,44 @@ static void slices_of_presets(void **state)
     }
 }
 
+/* Rows of the LM head: worker 0, which schedules, has fewer, and nobody more pieces than in an even cut. */
+static void the_scheduler_is_spared(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *preset;
+        uint32_t workers, own, others, pieces; /* worker 0's rows; most rows, and pieces, of another */
+    } all[] = {
+        {"kimi-linear-48b", 132, 857, 1245, 10},      {"llama-3.2-1b", 132, 587, 975, 8},     {"qwen3.6-35b-a3b", 132, 1497, 1885, 15},
+        {"qwen3-coder-next-80b", 132, 1024, 1152, 9}, /* three pieces fewer would be a tenth one for the others, of two rows */
+        {"kimi-linear-48b", 16, 10240, 10240, 80},    /* few workers: an even cut */
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        const mk_preset *pr = mk_preset_find(all[i].preset);
+        mk_plan_config c = {.workers = all[i].workers, .max_context = 2048, .kv_pages = 32, .state_slots = 1};
+        mk_model *m = NULL;
+        mk_plan *plan = NULL;
+        mk_err err = {0};
+        if (mk_preset_model(pr, &m, &err) || mk_model_resolve(m, NULL, pr->weights, &err) || mk_plan_make(m, &c, &plan, &err)) fail_msg("%s: %s", all[i].preset, err.msg);
+        const mk_program *p = plan->prog;
+        uint32_t sum = 0, most = 0, pieces = 0;
+        for (uint32_t w = 0; w < all[i].workers; w++) {
+            uint32_t rows = 0, n = 0;
+            for (uint32_t x = p->queue[w]; x < p->queue[w + 1]; x++)
+                if (p->insn[x].opcode == MK_OP_LM_HEAD) rows += p->insn[x].lm_head.n, n++;
+            sum += rows;
+            if (!w) assert_int_equal(rows, all[i].own);
+            if (w && rows > most) most = rows;
+            if (w && n > pieces) pieces = n;
+        }
+        assert_int_equal(sum, m->vocab);
+        assert_int_equal(most, all[i].others);
+        assert_int_equal(pieces, all[i].pieces);
+        mk_plan_destroy(&plan);
+        mk_model_destroy(&m);
+    }
+}
+
 static void llama_dimensions(void **state)
 {
     (void)state;
@@ -425,7 +463,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(published), cmocka_unit_test(bytes_of_a_token), cmocka_unit_test(presets),
         cmocka_unit_test(gathered_vectors_are_dealt),
-        cmocka_unit_test(slices_of_presets),
+        cmocka_unit_test(slices_of_presets), cmocka_unit_test(the_scheduler_is_spared),
         cmocka_unit_test(llama_dimensions),
         cmocka_unit_test(qwen_dimensions),
         cmocka_unit_test(refused),
