@@ -231,6 +231,10 @@ int mkctl_bench(int argc, char **argv)
                                {"--out", MKCTL_TEXT, &out, "write the JSON to this file too"}};
     int rc = mkctl_flags(argc, argv, flag, sizeof flag / sizeof flag[0], NULL, 0, NULL);
     if (rc) return rc < 0 ? MK_OK : rc;
+    const int pinned = strcmp(rows, "1") || like.steps != 2000 || like.seed != 1 || temperature != 0 || top_p != 1 || out_dir || baseline;
+    if (!ctx && pinned) return mkctl_usage("bench: --rows, --steps, --seed, --temperature, --top-p, --out-dir and --baseline need --ctx");
+    if (ctx && (tokens != 256 || n != 32 || repeat != 5 || warmup != 1 || out)) return mkctl_usage("bench: --tokens, --prompt, --repeat, --warmup and --out go without --ctx");
+    if (temperature == 0 && top_p != 1) return mkctl_usage("bench: --top-p needs --temperature");
     like.temperature = (float)temperature;
     like.top_p = (float)top_p;
     if (ctx) return bench_pinned(dir, ctx, rows, &like, out_dir, baseline);
