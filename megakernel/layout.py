@@ -38,6 +38,7 @@ M64 = (1 << 64) - 1
 BRA, CALL, RET, EXIT, BRX, COLLECTIVE, BSSY, NOP = 0x947, 0x944, 0x950, 0x94D, 0x949, 0x348, 0x945, 0x918
 SPLIT = (BRA, CALL, RET, BRX, COLLECTIVE)  # their targets' lowest eight bits stand apart; those of RET and BRX, to which a register is added, are the kernel's beginning
 MOVES = (0x802, 0x424)  # MOV, IMAD.MOV of 32 bits
+COPIES = (0x202, 0x224)  # MOV, IMAD.MOV of a register
 BRANCH = (0x0000000000007947, 0x000FEA0003800000)  # an unconditional one, five clocks, that waits for nothing
 STALL = 15 << 41  # of an instruction's upper word: clocks until the next one
 MOST_STALL = 11  # ptxas has longer ones with another bit beside them only
@@ -125,11 +126,24 @@ class Code:
             within = [j for j in by if bounds[callee] <= j < bounds[callee + 1]] if callers[self.to[i]] == 1 else []
             if len(by) != 1 or not any(bounds[f] <= by[0] < bounds[f + 1] for f in (own, callee)):
                 by = sorted({j for j in by if i - 8 <= j < i} | set(within))
+            if len(by) > 1:
+                by = [j for j in by if self.word[j][0] >> 16 & 255 in self.returns_by(bounds[callee], bounds[callee + 1])]
             if len(by) != 1 or by[0] in self.back:
                 raise Refused("call at %#x: expected one instruction that says where to return to, found %d" % (16 * i, len(by)))
             self.back[by[0]] = i + 1
         if self.op[-1] != NOP:
             raise Refused("expected a NOP at the kernel's end")
+
+    def returns_by(self, first, end):
+        """The registers that a function's RETs go by, and what these were copied from shortly before."""
+        by = set()
+        for i in (i for i in range(first, end) if self.op[i] == RET):
+            register = self.word[i][0] >> 24 & 255
+            by.add(register)
+            for j in range(max(first, i - 8), i):
+                if self.op[j] in COPIES and self.word[j][0] >> 16 & 255 == register:
+                    by.add((self.word[j][0] >> 32 if self.op[j] == COPIES[0] else self.word[j][1]) & 255)
+        return by
 
     def digest(self, first, end):
         """Of a function's code, wherever it lies and whatever it calls lies."""
