@@ -5,11 +5,27 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Logits as drawn; many equal ones; multiples of 1/32 and their neighbours; all close together; about 0; far apart, with some infinite ones and some that are no number. Where most weigh the same, one token
+ * too many or too few in a prefix is another choice. */
+enum shape { AS_DRAWN, FLAT, ON_A_GRID, CLOSE, ABOUT_0, FAR_APART };
 typedef struct sample_arg {
     uint32_t vocab, slices;
-    int flat; /* many equal logits */
+    enum shape shape;
     uint32_t helpers;
 } sample_arg;
+
+static float shaped(enum shape shape, float l, uint32_t i)
+{
+    const float on = roundf(4 * l) / 32;
+    switch (shape) {
+    case FLAT: return roundf(l / 2);
+    case ON_A_GRID: return i % 3 ? nextafterf(on, i % 3 == 1 ? INFINITY : -INFINITY) : on;
+    case CLOSE: return 1 + l * 0x1p-12f;
+    case ABOUT_0: return i % 50 ? l * 0x1p-10f : i % 100 ? -0.0f : 0.0f;
+    case FAR_APART: return i % 89 == 3 ? -INFINITY : i % 97 == 5 ? NAN : 400 * l;
+    default: return l;
+    }
+}
 
 static void sample_make(mk_case *c, const void *arg)
 {
@@ -49,13 +65,13 @@ static void sample_feed(mk_case *c, const void *arg)
         c->step.row[r].target = id * 31 % a->vocab;
         c->step.any_logits = 1;
         case_fill(c, 7400, id, l, a->vocab, 3);
-        for (uint32_t i = 0; i < a->vocab && a->flat; i++) l[i] = roundf(l[i] / 2);
+        for (uint32_t i = 0; i < a->vocab; i++) l[i] = shaped(a->shape, l[i], i);
         for (uint32_t s = 0; s < a->slices; s++) {
             uint32_t lo = mk_start(s, a->vocab, a->slices), hi = mk_start(s + 1, a->vocab, a->slices), best = lo;
             double sum = 0;
             for (uint32_t i = lo; i < hi; i++)
-                if (l[i] > l[best]) best = i;
-            for (uint32_t i = lo; i < hi; i++) sum += exp((double)(l[i] - l[best]));
+                if (l[i] > l[best] || isnan(l[best])) best = i;
+            for (uint32_t i = lo; i < hi; i++) sum += isnan(l[i]) ? 0 : exp((double)(l[i] - l[best]));
             float stats[4] = {l[best], 0, (float)sum, 0};
             memcpy(&stats[1], &best, 4);
             if (id == 6) stats[0] = -INFINITY, memset(&stats[1], 0xff, 4), stats[2] = 0;
@@ -71,10 +87,15 @@ static void sample_feed(mk_case *c, const void *arg)
 
 const case_spec sample_cases[] = {
     {"SAMPLE", "vocabulary 515 in 8 slices", S(.vocab = 515, .slices = 8)},
-    {"SAMPLE", "vocabulary 32,000 in 264 slices, many ties", S(.vocab = 32000, .slices = 264, .flat = 1)},
+    {"SAMPLE", "vocabulary 32,000 in 264 slices, many ties", S(.vocab = 32000, .slices = 264, .shape = FLAT)},
     {"SAMPLE", "vocabulary 163,840 in 1,320 slices", S(.vocab = 163840, .slices = 1320)},
     {"SAMPLE", "vocabulary 163,840, 131 helpers", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131}, 132},
-    {"SAMPLE", "vocabulary 151,936, 7 helpers, many ties", sample_make, sample_feed, &(const sample_arg){.vocab = 151936, .slices = 1200, .flat = 1, .helpers = 7}, 8},
+    {"SAMPLE", "vocabulary 151,936, 7 helpers, many ties", sample_make, sample_feed, &(const sample_arg){.vocab = 151936, .slices = 1200, .shape = FLAT, .helpers = 7}, 8},
+    {"SAMPLE", "vocabulary 163,840, 131 helpers, on a grid and beside it", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .shape = ON_A_GRID, .helpers = 131}, 132},
+    {"SAMPLE", "vocabulary 20,011, 12 helpers, on a grid and beside it", sample_make, sample_feed, &(const sample_arg){.vocab = 20011, .slices = 160, .shape = ON_A_GRID, .helpers = 12}, 13},
+    {"SAMPLE", "vocabulary 129,280, 131 helpers, close together", sample_make, sample_feed, &(const sample_arg){.vocab = 129280, .slices = 1056, .shape = CLOSE, .helpers = 131}, 132},
+    {"SAMPLE", "vocabulary 32,000, 15 helpers, about 0", sample_make, sample_feed, &(const sample_arg){.vocab = 32000, .slices = 264, .shape = ABOUT_0, .helpers = 15}, 16},
+    {"SAMPLE", "vocabulary 50,304, 39 helpers, far apart", sample_make, sample_feed, &(const sample_arg){.vocab = 50304, .slices = 400, .shape = FAR_APART, .helpers = 39}, 40},
     {"SAMPLE", "vocabulary 37, 63 helpers", sample_make, sample_feed, &(const sample_arg){.vocab = 37, .slices = 30, .helpers = 63}, 64},
     {0},
 };
