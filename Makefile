@@ -176,7 +176,7 @@ ASAN    := BUILD=$(BUILD)/asan CFLAGS='-O2 -g -march=native' SAN='-fsanitize=add
 tested-asan:
 	+@$(MAKE) --no-print-directory $(ASAN) tested
 # Racecheck's kernel as far as PTX, behind the longest compilation, so that it is not alone behind all others.
-KERNELS := $(if $(NVCC),$(BUILD)/plain/megakernel/kernel.cu.o $(BUILD)/race/megakernel/kernel.ptx)
+KERNELS := $(if $(NVCC),$(addprefix $(BUILD)/plain/megakernel/,kernel.cu.o baseline.cu.o) $(BUILD)/race/megakernel/kernel.ptx)
 test:
 	+@$(MAKE) --no-print-directory -j$(JOBS) tested-asan $(KERNELS) tested
 	@tests/run.sh $(BUILD)/asan $(BUILD)

@@ -12,7 +12,7 @@ static int big(const case_spec *s) /* too much for the sanitizers, and the last 
 {
     static const char *const name[] = {"256 experts, k", "512 experts, k", "64 experts, k", "to 5000", "to 4096", "to 4095", "to 1100", "163,840",
 #ifdef __SANITIZE_ADDRESS__
-                                       "32 heads, 512 + 64, to 9000", "to 8000",
+                                       "32 heads, 512 + 64, to 9000", "to 8000", "few splits, to 9000", "a run of rows to 9000", "to 4200", "129,280",
 #endif
     };
     for (size_t i = 0; i < sizeof name / sizeof *name; i++)

@@ -133,7 +133,7 @@ static void published(void **state)
         {"kimi-k2-instruct", MK_WEIGHTS_AUTO, 0, 0, 0, 60},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        if (!ONE_OF_EACH || !i || strcmp(all[i].name, all[i - 1].name) != 0) plan(&all[i]);
+        if (!ONE_OF_EACH || !i || strncmp(all[i].name, all[i - 1].name, 8) != 0) plan(&all[i]); /* of each: generation of a family */
     DIR *d = opendir(CONFIGS); /* no file lies there unplanned; glm-5.2-mla is a preset */
     assert_non_null(d);
     for (struct dirent *e; (e = readdir(d));) {
