@@ -14,8 +14,8 @@ uint32_t mk_combine_slices(uint32_t heads, uint32_t width, uint32_t workers)
     return s;
 }
 
-/* How a row is cut: not at all while the registers of one worker hold it (gqa_partial.cuh), then into about as many items as an H200 has SMs. Of the model alone: a row's bits
- * do not depend on the number of workers. */
+/* How a row is cut: not at all while a KV head has 64 KB of keys and values (or a page), then into about as many items as an H200 has SMs. Of the model alone: a row's bits do not depend on the number of
+ * workers. */
 static void gqa_splits(uint32_t kv_heads, uint32_t dim, uint8_t *grain, uint8_t *most)
 {
     uint32_t n = 2 * MK_MAX_SPLITS / kv_heads;
