@@ -8,7 +8,7 @@
  * RMS norm commutes with the product: the staged values carry gamma, the sum of squares is taken while gathering, and the results are multiplied by 1/rms.
  * A head's norm (HEADNORM) multiplies the partial sums of the K blocks that lie in the head; so does the inverse of the power of two.
  *
- * A stage of a tape is consumed by a group of four warps: the group of its slot in the ring, so that a slot never changes hands (but for pages of a latent cache, of which all warps take: attention.cuh). Stage s of a segment belongs to group
+ * A stage of a tape is consumed by a group of four warps: the group of its slot in the ring, so that a slot never changes hands (but for what all warps take of: pages of a latent cache, attention.cuh, and values of heads of 256 channels, gqa_partial.cuh). Stage s of a segment belongs to group
  * partial sum s mod 2, whichever group that is this time; within it the warps take K blocks in turn (and, of more than 64 rows, half the tiles each).
  * Partial sums are added in ascending order. So the order of every sum is a function of (tile, k) alone: rows come and go as columns of mma.sync without
  * touching each other's bits. Weights lie as ldmatrix wants them, [16-byte chunk of k][row][16 bytes] (instructions/isa.h); a tile of 16 rows may reach past the
