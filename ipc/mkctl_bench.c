@@ -212,9 +212,10 @@ static int bench_pinned(const char *dir, const char *ctx_text, const char *rows_
 int mkctl_bench(int argc, char **argv)
 {
     const char *dir = mkctl_default_dir(), *out = NULL, *ctx = NULL, *rows = "1", *out_dir = NULL, *baseline = NULL;
-    mk_pinned like = {.steps = 2000, .seed = 1};
+    enum { STEPS = 2000, SEED = 1, TOKENS = 256, PROMPT_TOKENS = 32, REPEAT = 5, WARMUP = 1 }; /* unless a flag says otherwise */
+    mk_pinned like = {.steps = STEPS, .seed = SEED};
     double temperature = 0, top_p = 1;
-    uint32_t tokens = 256, n = 32, repeat = 5, warmup = 1;
+    uint32_t tokens = TOKENS, n = PROMPT_TOKENS, repeat = REPEAT, warmup = WARMUP;
     const mkctl_flag flag[] = {{"--socket-dir", MKCTL_TEXT, &dir, "the daemon's sockets"},
                                {"--ctx", MKCTL_TEXT, &ctx, "pinned positions: contexts, e.g. 512,2048 (needs mkd --bench yes); without it a generation as a client sees it:"},
                                {"--rows", MKCTL_TEXT, &rows, "with --ctx: tokens of one stream in a step, e.g. 1,2,4,8"},
@@ -231,9 +232,9 @@ int mkctl_bench(int argc, char **argv)
                                {"--out", MKCTL_TEXT, &out, "write the JSON to this file too"}};
     int rc = mkctl_flags(argc, argv, flag, sizeof flag / sizeof flag[0], NULL, 0, NULL);
     if (rc) return rc < 0 ? MK_OK : rc;
-    const int pinned = strcmp(rows, "1") || like.steps != 2000 || like.seed != 1 || temperature != 0 || top_p != 1 || out_dir || baseline;
+    const int pinned = strcmp(rows, "1") || like.steps != STEPS || like.seed != SEED || temperature != 0 || top_p != 1 || out_dir || baseline;
     if (!ctx && pinned) return mkctl_usage("bench: --rows, --steps, --seed, --temperature, --top-p, --out-dir and --baseline need --ctx");
-    if (ctx && (tokens != 256 || n != 32 || repeat != 5 || warmup != 1 || out)) return mkctl_usage("bench: --tokens, --prompt, --repeat, --warmup and --out go without --ctx");
+    if (ctx && (tokens != TOKENS || n != PROMPT_TOKENS || repeat != REPEAT || warmup != WARMUP || out)) return mkctl_usage("bench: --tokens, --prompt, --repeat, --warmup and --out go without --ctx");
     if (temperature == 0 && top_p != 1) return mkctl_usage("bench: --top-p needs --temperature");
     like.temperature = (float)temperature;
     like.top_p = (float)top_p;

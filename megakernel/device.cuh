@@ -67,6 +67,7 @@ enum { MK_SEG_LOGITS = 1,  /* only in steps that need logits */
        MK_SEG_RELEASES = 4, /* the last that goes by it: the next one may be made */
        MK_SEG_CACHE = 8 /* none of these: pages of a cache, in a step of one row */ };
 #define MK_CACHE_STAGES 4u  /* of a page */
+#define MK_CACHE_SKEW   64u /* bytes between the halves of such a stage, so that what eight lanes read at once falls into different banks */
 /* Of heads of so many blocks of 32 channels: pages that GQA_PARTIAL takes at a time; stages of a page. */
 #define MK_GQA_TURN(blocks)   ((blocks) == 8 ? 1u : 2u)
 #define MK_GQA_STAGES(blocks) ((blocks) / 2u)
@@ -74,7 +75,11 @@ MK_BOTH uint32_t mk_gqa_blocks(uint32_t dim)
 {
     return dim > 128 ? 8 : dim > 64 ? 4 : 2;
 }
-#define MK_CACHE_SKEW   64u /* bytes between the halves of such a stage, so that what eight lanes read at once falls into different banks */
+/* Of a stage. */
+MK_BOTH uint32_t mk_gqa_stage_bytes(uint32_t dim)
+{
+    return 4 * MK_PAGE * dim / MK_GQA_STAGES(mk_gqa_blocks(dim));
+}
 typedef struct mk_seg {
     uint64_t base;   /* in the tape region or the expert region; MK_SEG_CACHE: the number of the partial, and per_most, per_less are its grain and most */
     uint64_t stride; /* from expert to expert */

@@ -374,34 +374,36 @@ static mk_seg tape_seg(const mk_gpu *g, const mk_insn *in, uint64_t tape)
     return s;
 }
 
+/* Pages of the cache of partial number k. */
+static mk_seg cache_seg(const mk_insn *in, uint32_t k)
+{
+    const int mla = in->opcode == MK_OP_MLA_PARTIAL;
+    mk_seg s;
+    memset(&s, 0, sizeof s);
+    s.base = k;
+    s.flags = MK_SEG_CACHE;
+    s.per_most = mla ? in->mla.grain : in->gqa.grain;
+    s.per_less = mla ? in->mla.most : in->gqa.most;
+    return s;
+}
+
 /* MLA_PARTIAL, GQA_PARTIAL: whether a split may have more pages than compute warps read themselves; whether steps of one row can take them through the ring. Else they go the way of steps of
  * several rows. */
 static int several_pages(const mk_gpu *g, const mk_insn *in)
 {
-    const int mla = in->opcode == MK_OP_MLA_PARTIAL;
-    const uint32_t grain = mla ? in->mla.grain : in->gqa.grain, most = mla ? in->mla.most : in->gqa.most, own = mla ? 1 : MK_GQA_TURN(mk_gqa_blocks(in->gqa.dim));
-    return 1u << grain > own || mk_split_pages(g->prog->info.max_context - 1, grain, most) > own;
+    const mk_seg s = cache_seg(in, 0);
+    const uint32_t own = in->opcode == MK_OP_MLA_PARTIAL ? 1 : MK_GQA_TURN(mk_gqa_blocks(in->gqa.dim));
+    return 1u << s.per_most > own || mk_split_pages(g->prog->info.max_context - 1, s.per_most, s.per_less) > own;
 }
 static int ring_takes(const mk_gpu *g, const mk_insn *in)
 {
     if (!several_pages(g, in)) return in->opcode != MK_OP_MLA_PARTIAL || in->mla.rope <= MK_ATT_RING_ROPE;
-    if (in->opcode == MK_OP_GQA_PARTIAL) return 4 * MK_PAGE * in->gqa.dim / MK_GQA_STAGES(mk_gqa_blocks(in->gqa.dim)) <= g->args.ring.stride;
+    if (in->opcode == MK_OP_GQA_PARTIAL) return mk_gqa_stage_bytes(in->gqa.dim) <= g->args.ring.stride;
     const uint32_t stage = mk_latent_row_bytes(in->mla.latent, in->mla.rope, in->mla.cache, 2) * (MK_PAGE / MK_CACHE_STAGES) + MK_CACHE_SKEW;
     return in->mla.rope <= MK_ATT_RING_ROPE && stage <= g->args.ring.stride;
 }
 static_assert((232448 - sizeof(mk_shared) - MK_TILE_BYTES - 6144) / MK_STAGES / 128 * 128 >= MK_PAGE / MK_CACHE_STAGES * 2 * (512 + 64) + MK_CACHE_SKEW,
               "the ring takes 512 + 64 values of bf16 on an H200, beside the LOCAL vectors of kimi-linear-48b, which have 6,016 bytes");
-/* Pages of the cache of partial number k. */
-static mk_seg cache_seg(const mk_insn *in, uint32_t k)
-{
-    mk_seg s;
-    memset(&s, 0, sizeof s);
-    s.base = k;
-    s.flags = MK_SEG_CACHE;
-    s.per_most = in->opcode == MK_OP_MLA_PARTIAL ? in->mla.grain : in->gqa.grain;
-    s.per_less = in->opcode == MK_OP_MLA_PARTIAL ? in->mla.most : in->gqa.most;
-    return s;
-}
 
 /* Stages of a segment that has `per` K blocks in each. */
 static uint32_t stages_of(const mk_seg *s, uint32_t per)

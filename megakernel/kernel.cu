@@ -622,7 +622,7 @@ MK_DEV bool feed_blank(mk_feed *f)
  * for nobody looks at them there. False: leave. */
 MK_DEV bool feed_heads(mk_feed *f, const mk_gpu_args *a, const mk_gqa *g, uint32_t pos, uint32_t slot, uint32_t per)
 {
-    const uint32_t last = pos / MK_PAGE, dim = g->dim, blocks = mk_gqa_blocks(dim), turn = MK_GQA_TURN(blocks), stages = MK_GQA_STAGES(blocks), bytes = 4 * MK_PAGE * dim / stages;
+    const uint32_t last = pos / MK_PAGE, dim = g->dim, blocks = mk_gqa_blocks(dim), turn = MK_GQA_TURN(blocks), stages = MK_GQA_STAGES(blocks), bytes = mk_gqa_stage_bytes(dim);
     const uint32_t kv_heads = g->kv_heads, group = mk_page_quot(g->heads, kv_heads), splits = mk_page_quot(last, per) + 1;
     if (per <= turn) return true;
     const bool halves = mk_gqa_halves(g, splits);

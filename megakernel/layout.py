@@ -126,8 +126,9 @@ class Code:
             within = [j for j in by if bounds[callee] <= j < bounds[callee + 1]] if callers[self.to[i]] == 1 else []
             if len(by) != 1 or not any(bounds[f] <= by[0] < bounds[f + 1] for f in (own, callee)):
                 by = sorted({j for j in by if i - 8 <= j < i} | set(within))
-            if len(by) > 1:
-                by = [j for j in by if self.word[j][0] >> 16 & 255 in self.returns_by(bounds[callee], bounds[callee + 1])]
+            if len(by) > 1:  # and in a register that what is called returns by
+                registers = self.returns_by(bounds[callee], bounds[callee + 1])
+                by = [j for j in by if self.word[j][0] >> 16 & 255 in registers]
             if len(by) != 1 or by[0] in self.back:
                 raise Refused("call at %#x: expected one instruction that says where to return to, found %d" % (16 * i, len(by)))
             self.back[by[0]] = i + 1

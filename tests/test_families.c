@@ -228,6 +228,18 @@ static void presets(void **state)
     assert_null(mk_preset_find("glm52"));
 }
 
+/* A preset's plan for so many workers of an H200's shared memory, and *m, its model: the caller's to destroy. */
+static mk_plan *preset_plan(const char *name, uint32_t workers, mk_model **m)
+{
+    const mk_preset *p = mk_preset_find(name);
+    const mk_plan_config c = {.workers = workers, .max_context = 2048, .kv_pages = 32, .state_slots = 1, .smem_limit = 227 * 1024};
+    mk_plan *plan = NULL;
+    mk_err err = {0};
+    *m = NULL;
+    if (mk_preset_model(p, m, &err) || mk_model_resolve(*m, NULL, p->weights, &err) || mk_plan_make(*m, &c, &plan, &err)) fail_msg("%s: %s", name, err.msg);
+    return plan;
+}
+
 /* Vectors of presets whose readers look every packet up (mk_vec_deal refuses them), and why the planner leaves it at that. */
 static const struct {
     const char *preset, *vec;
@@ -255,12 +267,8 @@ static void gathered_vectors_are_dealt(void **state)
     uint32_t seen = 0;
     snprintf(names, sizeof names, "%s", mk_preset_names());
     for (char *name = strtok_r(names, ", ", &save); name; name = strtok_r(NULL, ", ", &save)) {
-        const mk_preset *pr = mk_preset_find(name);
-        mk_plan_config c = {.workers = 132, .max_context = 2048, .kv_pages = 32, .state_slots = 1, .smem_limit = 227 * 1024};
-        mk_model *m = NULL;
-        mk_plan *plan = NULL;
-        mk_err err = {0};
-        if (mk_preset_model(pr, &m, &err) || mk_model_resolve(m, NULL, pr->weights, &err) || mk_plan_make(m, &c, &plan, &err)) fail_msg("%s: %s", name, err.msg);
+        mk_model *m;
+        mk_plan *plan = preset_plan(name, 132, &m);
         const mk_program *p = plan->prog;
         for (uint32_t v = 0; v < p->info.n_vec; v++) {
             uint32_t yes = 0, no = 0;
@@ -299,12 +307,8 @@ static void slices_of_presets(void **state)
         {"qwen3-coder-next-80b", "shared", 4, 128}, {"qwen3.6-35b-a3b", "shared", 4, 128}, {"glm52-mla", "h", 48, 128}, {"glm52-mla", "q", 128, 128},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        const mk_preset *pr = mk_preset_find(all[i].preset);
-        mk_plan_config c = {.workers = 132, .max_context = 2048, .kv_pages = 32, .state_slots = 1, .smem_limit = 227 * 1024};
-        mk_model *m = NULL;
-        mk_plan *plan = NULL;
-        mk_err err = {0};
-        if (mk_preset_model(pr, &m, &err) || mk_model_resolve(m, NULL, pr->weights, &err) || mk_plan_make(m, &c, &plan, &err)) fail_msg("%s: %s", all[i].preset, err.msg);
+        mk_model *m;
+        mk_plan *plan = preset_plan(all[i].preset, 132, &m);
         const mk_program *p = plan->prog;
         uint32_t v = 0;
         while (v < p->info.n_vec && strcmp(p->vec[v].name, all[i].vec)) v++;
@@ -331,12 +335,8 @@ static void the_scheduler_is_spared(void **state)
         {"kimi-linear-48b", 16, 10240, 10240, 80},    /* few workers: an even cut */
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        const mk_preset *pr = mk_preset_find(all[i].preset);
-        mk_plan_config c = {.workers = all[i].workers, .max_context = 2048, .kv_pages = 32, .state_slots = 1};
-        mk_model *m = NULL;
-        mk_plan *plan = NULL;
-        mk_err err = {0};
-        if (mk_preset_model(pr, &m, &err) || mk_model_resolve(m, NULL, pr->weights, &err) || mk_plan_make(m, &c, &plan, &err)) fail_msg("%s: %s", all[i].preset, err.msg);
+        mk_model *m;
+        mk_plan *plan = preset_plan(all[i].preset, all[i].workers, &m);
         const mk_program *p = plan->prog;
         uint32_t sum = 0, most = 0, pieces = 0;
         for (uint32_t w = 0; w < all[i].workers; w++) {
