@@ -435,6 +435,7 @@ typedef struct mk_sample {
     uint32_t slices;
     uint16_t helper, helpers;
 } mk_sample;
+#define MK_TRIES 4u /* draws without top-p that are looked at before it is applied: sample.c */
 
 typedef struct mk_sampled {
     uint32_t token[MK_MAX_ROWS];

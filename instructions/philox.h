@@ -20,10 +20,10 @@ MK_FN void mk_philox(uint32_t k0, uint32_t k1, uint32_t ctr[4])
     }
 }
 
-/* The 64 random bits that choose the token at `position` of a stream seeded with `seed`. */
-MK_FN uint64_t mk_draw(uint64_t seed, uint32_t position)
+/* 64 random bits for the token at `position` of a stream seeded with `seed`: those of its n-th draw (sample.c). */
+MK_FN uint64_t mk_draw(uint64_t seed, uint32_t position, uint32_t n)
 {
-    uint32_t c[4] = {position, 0, 0, 0};
+    uint32_t c[4] = {position, n, 0, 0};
     mk_philox((uint32_t)seed, (uint32_t)(seed >> 32), c);
     return (uint64_t)c[1] << 32 | c[0];
 }

@@ -8,8 +8,11 @@
  *   top-k   the first k tokens in the order (descending logit, ascending id)
  *   top-p   the shortest prefix in that order whose weight is at least p of what is left; at least one token
  *   min-p   tokens with w >= min_p * 2^40 (the most likely token, 2^40, always stays)
- * With W the weight of what is left, the token is the lowest id whose weights up to and including its own exceed floor(u W / 2^64),
- * u = 64 bits of Philox4x32-10 with key seed and counter (position of the token being chosen, 0, 0, 0).
+ * With W the weight of what is left, the token of draw n is the lowest id whose weights up to and including its own exceed floor(u W / 2^64),
+ * u = 64 bits of Philox4x32-10 with key seed and counter (position of the token being chosen, n, 0, 0). n is 0, but where top-p filters and top-k
+ * does not: there draws 0 to MK_TRIES - 1 are of the unfiltered distribution, and the first token among them that the filters would have left is
+ * chosen; if there is none, draw MK_TRIES is of what they leave. That is the filtered distribution as well (rejection: a token that is left has its
+ * share of what is left, whichever try it is), and what a token is judged by, the weight before it in the order, is one sum and no selection.
  * Prefixes are found by radix selection over the logits' order-preserving bit patterns: O(vocab). NaN logits count as -inf.
  * The logprob is that of the unmodified distribution: (l - M) - log(sum over slices, ascending, of sum_s exp(M_s - M)).
  * Source of the mathematics: design.md 6. */
@@ -128,20 +131,49 @@ static uint32_t walk(const mk_dist *d, const mk_left *left, uint64_t at, uint64_
     return d->vocab;
 }
 
+/* Draw n of what is left, whose weight is `total`. */
+static uint32_t draw_of(const mk_dist *d, const mk_left *left, uint64_t total, const mk_sampling *s, uint32_t position, uint32_t n)
+{
+    return walk(d, left, (uint64_t)(((mk_u128)mk_draw(s->seed, position, n) * total) >> 64), &total);
+}
+
+/* The weight of what comes before a token in the order; *own: the token's. */
+static uint64_t weight_before(const mk_dist *d, uint32_t token, uint64_t *own)
+{
+    uint64_t w[BLOCK], sum = 0;
+    uint32_t key = key_of(d->logit[token]);
+    for (uint32_t b = 0; b < d->vocab; b += BLOCK) {
+        uint32_t n = d->vocab - b < BLOCK ? d->vocab - b : BLOCK;
+        weigh(d, d->logit + b, n, w);
+        for (uint32_t i = 0; i < n; i++) {
+            uint32_t k = key_of(d->logit[b + i]);
+            if (k > key || (k == key && b + i < token)) sum += w[i];
+            if (b + i == token) *own = w[i];
+        }
+    }
+    return sum;
+}
+
 static uint32_t draw(const mk_dist *d, const mk_sampling *s, uint32_t position)
 {
     mk_left left = {.key = 0, .ties = d->vocab}; /* everything */
-    uint64_t total = 0;
-    if (s->top_k > 0 && s->top_k < d->vocab) left = prefix(d, 0, s->top_k);
+    uint64_t total = 0, least = s->min_p > 0.0f ? share(s->min_p < 1.0f ? s->min_p : 1.0f, 1ull << 40) : 0;
+    uint32_t n = 0;
+    int top_k = s->top_k > 0 && s->top_k < d->vocab;
+    if (top_k) left = prefix(d, 0, s->top_k);
     if (s->top_p < 1.0f) {
         if (left.weight == 0) walk(d, &left, ~0ull, &left.weight);
-        uint64_t need = share(s->top_p > 0.0f ? s->top_p : 0.0f, left.weight);
-        left = prefix(d, 1, need ? need : 1);
+        uint64_t need = share(s->top_p > 0.0f ? s->top_p : 0.0f, left.weight), own = 0;
+        if (!need) need = 1;
+        for (; !top_k && n < MK_TRIES; n++) {
+            uint32_t token = draw_of(d, &left, left.weight, s, position, n);
+            if (token == d->vocab || (weight_before(d, token, &own) < need && own >= least)) return token;
+        }
+        left = prefix(d, 1, need);
     }
-    if (s->min_p > 0.0f) left.least = share(s->min_p < 1.0f ? s->min_p : 1.0f, 1ull << 40);
+    left.least = least;
     walk(d, &left, ~0ull, &total);
-    uint64_t at = (uint64_t)(((mk_u128)mk_draw(s->seed, position) * total) >> 64);
-    return walk(d, &left, at, &total);
+    return draw_of(d, &left, total, s, position, n);
 }
 
 void mk_sample_twin(mk_ctx *c)

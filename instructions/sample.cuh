@@ -1,9 +1,9 @@
 /* SAMPLE on the device. Semantics: sample.c; weights are integers, so the order in which they are added does not matter and the tokens are the twin's.
  *
  * The greedy choice and every logprob come out of the LM head's statistics; the logits are not touched. A row that draws is the work of all workers: each has
- * an even share of the ids, and they meet (mk_draw_meet) as often as a distribution has to be narrowed down: three times a prefix (a radix selection over
- * the order keys, 11 bits at a time, its histograms added up in device memory), once to find whose id the random number falls on. Those meetings are not in the
- * program: they cannot deadlock, because nothing but SAMPLEs, the last thing all workers do in a step, takes part, and SCHEDULE waits for the result.
+ * an even share of the ids. Top-p alone mostly takes three exchanges of packets (mk_draw_try): the parts' weights, the tokens tried, the weight before each. Else they meet (mk_draw_meet) as often as a
+ * distribution has to be narrowed down: three times a prefix (a radix selection over the order keys, 11 bits at a time, its histograms added up in device memory), once to find whose id the random
+ * number falls on. Neither is in the program: they cannot deadlock, because nothing but SAMPLEs, the last thing all workers do in a step, takes part, and SCHEDULE waits for the result.
  *
  * All of it runs once a step, so that its code comes from L2, line after line: loops are not unrolled but where loads are asked for together. */
 #ifndef MK_SAMPLE_CUH
@@ -38,17 +38,27 @@ typedef struct mk_stats {
 
 /* In the staging area. */
 typedef struct mk_sample_scratch {
-    alignas(16) uint32_t weight[3][MK_DIGITS]; /* 14 bits each, the highest part last: additions of 32 bits are the machine's own, and 2^18 ids cannot overflow one */
-    uint32_t count[MK_DIGITS];
+    union {
+        struct {
+            alignas(16) uint32_t weight[3][MK_DIGITS]; /* 14 bits each, the highest part last: additions of 32 bits are the machine's own, and 2^18 ids cannot overflow one */
+            uint32_t count[MK_DIGITS];
+        };
+        struct { /* mk_draw_weigh: a column a thread */
+            uint64_t own_weight[MK_AHEAD][MK_COMPUTE];
+            float own_logit[MK_AHEAD][MK_COMPUTE];
+        };
+    };
     alignas(16) uint64_t part[2][MK_WARPS];
     mk_left left;
     uint64_t above, weight_above; /* of the digits that are chosen so far: what comes before them in the order */
     uint32_t key, mine;
+    uint4 tried[MK_TRIES]; /* as in mk_tried.token */
+    uint64_t sums[2][MK_WARPS][MK_TRIES];
     uint32_t best; /* the chosen token, and its logit: thread 0's */
     float logit;
     mk_stats warps[2][MK_WARPS]; /* of rows in turn: the one before may still be read */
     mk_sampling sampling[MK_MAX_ROWS];
-    uint64_t random[MK_MAX_ROWS]; /* of a row that may draw: its draw */
+    uint64_t random[MK_MAX_ROWS][MK_TRIES + 1]; /* of a row that may draw: its draws */
 } mk_sample_scratch;
 static_assert(sizeof(mk_sample_scratch) <= MK_STAGING, "scratch fits the staging area");
 static_assert(sizeof(mk_dress) <= offsetof(mk_sample_scratch, part), "the rehearsal leaves what the statistics are merged in alone");
@@ -329,6 +339,148 @@ MK_CALL bool mk_draw_find(const mk_insn *in, const mk_dist *q, uint64_t random, 
     return total > 0;
 }
 
+/* A packet of this step's, when it is there. */
+MK_CALL uint4 mk_draw_packet(const mk_insn *in, const uint4 *p, uint32_t epoch)
+{
+    mk_spin s = {0, 0};
+    uint4 q;
+    while ((q = mk_packet_load(p)).w != epoch)
+        if (!(++s.n & 255u) && !(s.since = mk_wait_late(in, MK_FAULT_DRAW, &in->wait[1], epoch, q.w, s.since))) break;
+    return q;
+}
+
+/* A warp's sum of what the whole block has less than 2^58 of. */
+MK_DEV uint64_t mk_draw_warp_sum(uint64_t v)
+{
+    const uint32_t lo = __reduce_add_sync(0xffffffffu, (uint32_t)v & 0x7ffffffu), hi = __reduce_add_sync(0xffffffffu, (uint32_t)(v >> 27));
+    return ((uint64_t)hi << 27) + lo;
+}
+/* Of lane n's sum over its warp: thread n's sum over the block, n < MK_TRIES. One barrier; half: in turn. */
+MK_CALL uint64_t mk_draw_sums(uint64_t v, uint32_t half)
+{
+    uint64_t (*sums)[MK_TRIES] = mk_scratch()->sums[half];
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane < MK_TRIES) sums[threadIdx.x / 32][lane] = v;
+    mk_sync();
+    v = 0;
+#pragma unroll
+    for (uint32_t w = 0; w < MK_WARPS; w++) v += sums[w][lane % MK_TRIES];
+    return v;
+}
+
+/* A thread's ids from i on, MK_AHEAD of them and none from `hi` on: their logits and what they weigh into its column of x->own_*. In shared memory, for registers would be spilled, which takes a way to L2
+ * each. Returns what all of them weigh. */
+MK_DEV uint64_t mk_draw_weigh(const mk_dist *q, uint32_t i, uint32_t hi)
+{
+    mk_sample_scratch *x = mk_scratch();
+    const uint32_t tid = threadIdx.x, ids = i < hi ? hi - i : 0;
+    float l[MK_AHEAD];
+    uint64_t all = 0;
+    mk_logits_ask(l, q->logit + i, 1, ids);
+#pragma unroll 1
+    for (uint32_t j = 0; j < MK_AHEAD; j++) {
+        const float logit = mk_logits_next(l);
+        const uint64_t w = j < ids ? mk_weigh(logit, q->max, q->temperature) : 0;
+        x->own_weight[j][tid] = w;
+        x->own_logit[j][tid] = logit;
+        all += w;
+    }
+    return all;
+}
+
+/* Draws of the whole distribution, of which the first that top-p (and min-p) would have left is the choice: true, and the sampler has it in x->best and x->logit. The weight before a token in the order says
+ * whether it is left, so that nothing is selected and nobody meets: weights, tokens and the weights before them are exchanged by packets. False: none of them. */
+MK_CALL bool mk_draw_try(const mk_insn *in, const mk_dist *q, float top_p, uint32_t row, uint32_t epoch)
+{
+    mk_sample_scratch *x = mk_scratch();
+    mk_tried *t = &mk_sh()->args.draw->tried[row];
+    const uint32_t tid = threadIdx.x, lane = tid % 32, helper = in->sample.helper, parts = in->sample.helpers + 1u, per = (q->hi - q->lo + MK_COMPUTE - 1) / MK_COMPUTE;
+    const uint32_t lo = q->lo + tid * per, hi = lo + per < q->hi ? lo + per : q->hi, turns = (per + MK_AHEAD - 1) / MK_AHEAD; /* one: all of them are weighed once */
+    const uint64_t least = x->left.least;
+    uint64_t own = 0, part_weight, total, part = 0;
+#pragma unroll 1
+    for (uint32_t n = 0; n < turns; n++) own += mk_draw_weigh(q, lo + n * MK_AHEAD, hi);
+    uint64_t before = mk_block_before(own, &part_weight, 0);
+    if (tid == 0) mk_packet_store(&t->part[helper], (uint32_t)part_weight, (uint32_t)(part_weight >> 32), 0, epoch);
+    if (tid < parts) { /* a thread a part */
+        const uint4 p = mk_draw_packet(in, &t->part[tid], epoch);
+        part = (uint64_t)p.y << 32 | p.x;
+    }
+    const uint64_t start = mk_block_before(part, &total, 1);
+    if (!total) return true; /* nothing weighs anything */
+    if (tid == helper) x->above = start;
+    mk_sync();
+    before += x->above;
+#pragma unroll 1
+    for (uint32_t n = 0; n < MK_TRIES; n++) {
+        const uint64_t at = __umul64hi(x->random[row][n], total) - before;
+        if (at >= own) continue; /* below `before` as well */
+        uint64_t upto = 0;
+        bool found = false;
+#pragma unroll 1
+        for (uint32_t i = lo; i < hi && !found; i += MK_AHEAD) {
+            if (turns > 1) mk_draw_weigh(q, i, hi);
+#pragma unroll 1
+            for (uint32_t j = 0; j < MK_AHEAD && !found; j++) {
+                const uint64_t weight = x->own_weight[j][tid];
+                upto += weight;
+                found = upto > at;
+                if (found) mk_packet_store(&t->token[n], i + j, __float_as_uint(x->own_logit[j][tid]), weight >= least, epoch);
+            }
+        }
+    }
+    if (tid < MK_TRIES) x->tried[tid] = mk_draw_packet(in, &t->token[tid], epoch);
+    mk_sync();
+    uint64_t mine = 0; /* lane n's: the warp's weight before token n */
+#pragma unroll 1
+    for (uint32_t n = 0; n < MK_TRIES; n++) {
+        const uint32_t id = x->tried[n].x;
+        const float logit = __uint_as_float(x->tried[n].y);
+        uint64_t sum = 0;
+#pragma unroll 1
+        for (uint32_t k = 0, i = lo; k < turns; k++, i += MK_AHEAD) {
+            if (turns > 1) mk_draw_weigh(q, i, hi);
+#pragma unroll
+            for (uint32_t j = 0; j < MK_AHEAD; j++) {
+                const float l = x->own_logit[j][tid];
+                sum += l > logit || (l == logit && i + j < id) ? x->own_weight[j][tid] : 0;
+            }
+        }
+        sum = mk_draw_warp_sum(sum);
+        mine = lane == n ? sum : mine;
+    }
+    mine = mk_draw_sums(mine, 0);
+    if (tid < MK_TRIES) mk_packet_store(&t->before[helper][tid], (uint32_t)mine, (uint32_t)(mine >> 32), 0, epoch);
+    if (helper == 0) {
+        uint4 p[MK_TRIES];
+#pragma unroll
+        for (uint32_t n = 0; n < MK_TRIES; n++) p[n] = tid < parts ? mk_packet_load(&t->before[tid][n]) : make_uint4(0, 0, 0, epoch);
+        mine = 0;
+#pragma unroll
+        for (uint32_t n = 0; n < MK_TRIES; n++) {
+            if (p[n].w != epoch) p[n] = mk_draw_packet(in, &t->before[tid][n], epoch);
+            const uint64_t sum = mk_draw_warp_sum((uint64_t)p[n].y << 32 | p[n].x);
+            mine = lane == n ? sum : mine;
+        }
+        mine = mk_draw_sums(mine, 1);
+        if (tid < 32) {
+            const uint64_t share = mk_share(top_p, total);
+            const uint32_t left = __ballot_sync(0xffffffffu, lane < MK_TRIES && mine < (share ? share : 1) && x->tried[lane % MK_TRIES].z), n = left ? __ffs(left) - 1 : MK_TRIES;
+            if (tid == 0) {
+                mk_packet_store(&t->choice, n, 0, 0, epoch);
+                if (left) {
+                    x->best = x->tried[n].x;
+                    x->logit = __uint_as_float(x->tried[n].y);
+                }
+                x->mine = n;
+            }
+        }
+    } else if (tid == 0)
+        x->mine = mk_draw_packet(in, &t->choice, epoch).x;
+    mk_sync();
+    return x->mine < MK_TRIES;
+}
+
 /* All parts together: the row's token and its logit into x->best and x->logit of the sampler; the greedy choice stays there when nothing weighs anything. */
 MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row, float max)
 {
@@ -337,15 +489,18 @@ MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row, f
     const mk_sampling s = x->sampling[row];
     const uint32_t parts = in->sample.helpers + 1u, vocab = in->sample.vocab, epoch = sh->step.seq + 1;
     const mk_dist q = {logits, mk_start(in->sample.helper, vocab, parts), mk_start(in->sample.helper + 1u, vocab, parts), max, s.temperature};
+    const bool top_k = s.top_k > 0 && s.top_k < vocab, top_p = s.top_p < 1.0f;
+    const float p = s.top_p > 0.0f ? s.top_p : 0.0f;
     if (threadIdx.x == 0) {
         x->left.key = 0;
         x->left.ties = vocab;
-        x->left.least = x->left.weight = 0;
+        x->left.weight = 0;
+        x->left.least = s.min_p > 0.0f ? mk_share(s.min_p < 1.0f ? s.min_p : 1.0f, 1ull << 40) : 0;
     }
     mk_sync();
-    if (s.top_k > 0 && s.top_k < vocab) mk_draw_prefix(in, &q, false, s.top_k, 0);
-    if (s.top_p < 1.0f) {
-        const float p = s.top_p > 0.0f ? s.top_p : 0.0f;
+    if (top_p && !top_k && mk_draw_try(in, &q, p, row, epoch)) return;
+    if (top_k) mk_draw_prefix(in, &q, false, s.top_k, 0);
+    if (top_p) {
         uint64_t target = x->left.weight;
         if (target) {
             target = mk_share(p, target);
@@ -353,15 +508,10 @@ MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row, f
         }
         mk_draw_prefix(in, &q, true, target, p);
     }
-    if (s.min_p > 0.0f && threadIdx.x == 0) x->left.least = mk_share(s.min_p < 1.0f ? s.min_p : 1.0f, 1ull << 40);
-    mk_sync();
-    const bool any = mk_draw_find(in, &q, x->random[row], row, epoch);
+    const bool any = mk_draw_find(in, &q, x->random[row][top_p && !top_k ? MK_TRIES : 0], row, epoch);
     if (in->sample.helper || !any) return;
     if (threadIdx.x == 0) {
-        mk_spin spin = {0, 0};
-        uint4 t;
-        while ((t = mk_packet_load(&sh->args.draw->token[row])).w != epoch)
-            if (!(++spin.n & 255u) && !(spin.since = mk_wait_late(in, MK_FAULT_DRAW, &in->wait[1], epoch, t.w, spin.since))) break;
+        const uint4 t = mk_draw_packet(in, &sh->args.draw->token[row], epoch);
         x->best = t.x;
         x->logit = __uint_as_float(t.y);
     }
@@ -517,10 +667,11 @@ MK_DEV void mk_sample_run(const mk_dev *d)
 #ifdef MK_PHASED /* nobody remembers; all meetings so far were complete, and none is before this worker comes */
     if (look && d->tid == 0) d->sh->draw_met = mk_load_relaxed(&d->a->draw->arrived) / (s->helpers + 1u);
 #endif
-    if (look && d->tid < nrows) {
-        const mk_sampling own = mk_sampling_of(d->a, d->step->row[d->tid].slot);
-        x->sampling[d->tid] = own;
-        x->random[d->tid] = mk_draw(own.seed, d->step->row[d->tid].pos + 1);
+    if (look && d->tid < nrows * (MK_TRIES + 1)) {
+        const uint32_t r = d->tid / (MK_TRIES + 1), n = d->tid % (MK_TRIES + 1);
+        const mk_sampling own = mk_sampling_of(d->a, d->step->row[r].slot);
+        if (n == 0) x->sampling[r] = own;
+        x->random[r][n] = mk_draw(own.seed, d->step->row[r].pos + 1, n);
     }
     mk_sampled *out = s->helper ? (mk_sampled *)0 : (mk_sampled *)mk_local_at(d, d->in->signal_vec); /* thread 0's; it is SCHEDULE as well */
     if (out && d->tid < MK_MAX_ROWS) {

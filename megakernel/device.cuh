@@ -126,8 +126,14 @@ enum mk_beat { MK_BEAT_STEPS = 0, /* finished */ MK_BEAT_TAKEN = 1, /* submit en
 typedef struct mk_draw_part {
     unsigned long long sum, ties;
 } mk_draw_part;
+/* A row's draws before top-p is applied. Packets, the last word step + 1: a part's weight (two words); the token of a try, its logit, whether min-p leaves it; by part the weight before each of
+ * those tokens in the order (two words); the try that is the choice. */
+typedef struct mk_tried {
+    uint4 part[MK_COMPUTE], token[MK_TRIES], before[MK_COMPUTE][MK_TRIES], choice;
+} mk_tried;
 typedef struct mk_draws {
     uint4 token[MK_MAX_ROWS]; /* packets: token, its logit, -, step + 1 */
+    mk_tried tried[MK_MAX_ROWS];
     uint32_t arrived, pad[31]; /* meetings so far, times the parts */
     unsigned long long weight[MK_DRAW_SETS][MK_DIGITS]; /* by digit of the order key; meeting m uses set m mod MK_DRAW_SETS */
     uint32_t count[MK_DRAW_SETS][MK_DIGITS];

@@ -37,7 +37,7 @@ enum { MK_APPEND_LOGPROBS = 1 };
 #define MK_HANG_ERROR 0xfffffffeu
 
 /* Sampling parameters. temperature 0 = greedy. top_k 0, top_p 1, min_p 0: off. Applied in the order temperature, top-k, top-p,
- * min-p, each renormalising; then inverse CDF in ascending id with Philox(seed, position). */
+ * min-p, each renormalising; then inverse CDF in ascending id with Philox(seed, position, draw): sample.c. */
 typedef struct mk_sampling {
     float temperature, top_p, min_p;
     uint32_t top_k;

@@ -4,6 +4,7 @@
 #include "tests/support/onestep.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,9 +24,9 @@ static void test_philox(void **state)
         mk_philox(known[i][4], known[i][5], c);
         for (int k = 0; k < 4; k++) assert_int_equal(c[k], known[i][6 + k]);
     }
-    uint32_t c[4] = {7, 0, 0, 0};
+    uint32_t c[4] = {7, 3, 0, 0};
     mk_philox(0x89abcdefu, 0x01234567u, c);
-    assert_true(mk_draw(0x0123456789abcdefull, 7) == ((uint64_t)c[1] << 32 | c[0]));
+    assert_true(mk_draw(0x0123456789abcdefull, 7, 3) == ((uint64_t)c[1] << 32 | c[0]));
 }
 
 /* ---- rig ------------------------------------------------------------------------------------------------------------- */
@@ -216,29 +217,54 @@ static void test_score(void **state)
     one_free(g.o);
 }
 
-/* ---- every draw is the inverse of the distribution at u -------------------------------------------------------------------- */
+/* ---- every draw is the inverse of a distribution at u ----------------------------------------------------------------------- */
+
+#define NEAR 1e-6 /* of u: weights are rounded to 2^-40 */
+
+/* Does draw n fall on `token` of a distribution? */
+static int falls_on(const double *prob, uint32_t token, double u)
+{
+    double below = 0;
+    for (uint32_t i = 0; i < token; i++) below += prob[i];
+    return prob[token] > 0 && u >= below - NEAR && u <= below + prob[token] + NEAR;
+}
+
+/* The token chosen at a position must be that of the first draw which the filters leave, or of the draw behind those. all: the distribution without filters, prob: with. Returns the draw. */
+static uint32_t check_draw(const char *name, const mk_sampling *s, const double *all, const double *prob, uint32_t vocab, uint32_t position, uint32_t token)
+{
+    uint32_t n = 0;
+    assert_in_range(token, 0, vocab - 1);
+    if (prob[token] == 0) fail_msg("%s: token %u was drawn, its probability is 0", name, token);
+    if (s->top_p < 1.0f && (s->top_k == 0 || s->top_k >= vocab))
+        for (; n < MK_TRIES; n++) {
+            double u = ldexp((double)mk_draw(s->seed, position, n), -64), below = 0;
+            uint32_t other = 0;
+            if (falls_on(all, token, u)) return n;
+            for (; other < vocab && !(prob[other] == 0 && u >= below - NEAR && u <= below + all[other] + NEAR); other++) below += all[other];
+            if (other == vocab) fail_msg("%s: draw %u, u = %.9f, gave token %u, but falls on one that the filters leave", name, n, u, token);
+        }
+    double u = ldexp((double)mk_draw(s->seed, position, n), -64);
+    if (!falls_on(prob, token, u)) fail_msg("%s: draw %u, u = %.9f, gave token %u", name, n, u, token);
+    return n;
+}
 
 static void check_draws(const char *name, uint32_t vocab, uint32_t slices, const mk_sampling *s, const float *l, uint32_t draws)
 {
     rig g = rig_new(vocab, slices);
-    double *prob = malloc(vocab * sizeof *prob), chi = 0, rest_e = 0, rest_n = 0;
+    double *prob = malloc(vocab * sizeof *prob), *all = malloc(vocab * sizeof *all), chi = 0, rest_e = 0, rest_n = 0;
     uint32_t *seen = calloc(vocab, sizeof *seen), bins = 0;
     assert_non_null(prob);
+    assert_non_null(all);
     assert_non_null(seen);
     distribution(s, l, vocab, prob);
+    distribution(&(mk_sampling){.temperature = s->temperature, OFF}, l, vocab, all);
     for (uint32_t done = 0; done < draws; done += MK_MAX_ROWS) {
         one_begin(g.o);
         for (uint32_t r = 0; r < MK_MAX_ROWS; r++) ask(&g, 3 + done + r, s, l);
         mk_sampled m = *run(&g);
         for (uint32_t r = 0; r < MK_MAX_ROWS; r++) {
-            uint32_t t = m.token[r];
-            assert_in_range(t, 0, vocab - 1);
-            if (prob[t] == 0) fail_msg("%s: token %u was drawn, its probability is 0", name, t);
-            double u = ldexp((double)mk_draw(s->seed, 4 + done + r), -64), below = 0;
-            for (uint32_t i = 0; i < t; i++) below += prob[i];
-            if (u < below - 1e-6 || u > below + prob[t] + 1e-6)
-                fail_msg("%s: u = %.9f gave token %u, which covers %.9f to %.9f", name, u, t, below, below + prob[t]);
-            seen[t]++;
+            check_draw(name, s, all, prob, vocab, 4 + done + r, m.token[r]);
+            seen[m.token[r]]++;
         }
     }
     for (uint32_t i = 0; i < vocab; i++) {
@@ -259,6 +285,7 @@ static void check_draws(const char *name, uint32_t vocab, uint32_t slices, const
     if (df > 0 && chi > df + 4.5 * sqrt(2 * df) + 6) fail_msg("%s: chi square %.1f with %.0f degrees of freedom", name, chi, df);
     print_message("%-34s chi square %7.1f, %3.0f degrees of freedom\n", name, chi, df);
     free(prob);
+    free(all);
     free(seen);
     one_free(g.o);
 }
@@ -279,6 +306,7 @@ static void test_distributions(void **state)
         {"top-k 7", 50, 1, {.temperature = 1.0f, OFF, .top_k = 7, .seed = 3}},
         {"top-k above the vocabulary", 50, 1, {.temperature = 1.0f, OFF, .top_k = 51, .seed = 3}},
         {"top-p 0.8", 300, 4, {.temperature = 1.0f, .top_p = 0.8f, .seed = 4}},
+        {"top-p 0.3", 300, 4, {.temperature = 1.0f, .top_p = 0.3f, .seed = 10}},
         {"min-p 0.1", 300, 4, {.temperature = 1.3f, OFF, .min_p = 0.1f, .seed = 5}},
         {"top-k 20, top-p 0.7", 300, 4, {.temperature = 0.9f, .top_p = 0.7f, .top_k = 20, .seed = 6}},
         {"top-k 40, min-p 0.05", 300, 4, {.temperature = 1.1f, OFF, .top_k = 40, .min_p = 0.05f, .seed = 7}},
@@ -297,8 +325,9 @@ static void test_many(void **state)
     (void)state;
     uint64_t seed = 77;
     rig g = rig_new(40, 3);
-    double prob[40];
+    double prob[40], all[40];
     float l[40];
+    uint32_t by_draw[MK_TRIES + 1] = {0};
     for (int trial = 0; trial < 3000; trial++) {
         one_fill(9000 + (uint64_t)trial, l, 40, 1.0 + trial % 4);
         if (trial % 5 == 0)
@@ -309,13 +338,14 @@ static void test_many(void **state)
         if (one_random(&seed) % 2) s.top_p = (float)one_uniform(&seed);
         if (one_random(&seed) % 2) s.min_p = (float)one_uniform(&seed);
         distribution(&s, l, 40, prob);
-        uint32_t pos = (uint32_t)one_random(&seed) >> 1, t = one_token(&g, pos, &s, l);
-        double u = ldexp((double)mk_draw(s.seed, pos + 1), -64), below = 0;
-        assert_in_range(t, 0, 39);
-        for (uint32_t i = 0; i < t; i++) below += prob[i];
-        if (prob[t] == 0 || u < below - 1e-6 || u > below + prob[t] + 1e-6)
-            fail_msg("trial %d: u = %.9f gave token %u, which covers %.9f to %.9f", trial, u, t, below, below + prob[t]);
+        distribution(&(mk_sampling){.temperature = s.temperature, OFF}, l, 40, all);
+        uint32_t pos = (uint32_t)one_random(&seed) >> 1;
+        char name[32];
+        snprintf(name, sizeof name, "trial %d", trial);
+        by_draw[check_draw(name, &s, all, prob, 40, pos + 1, one_token(&g, pos, &s, l))]++;
     }
+    for (uint32_t n = 0; n <= MK_TRIES; n++)
+        if (!by_draw[n]) fail_msg("no token was chosen by draw %u", n);
     one_free(g.o);
 }
 
@@ -465,6 +495,7 @@ static void test_large_vocabulary(void **state)
     assert_non_null(l);
     one_fill(3, l, vocab, 2.5);
     check_draws("163,840 tokens, top-k 50, top-p 0.9", vocab, 16, &(mk_sampling){.temperature = 0.8f, .top_p = 0.9f, .top_k = 50, .seed = 1}, l, 64);
+    check_draws("163,840 tokens, top-p 0.9", vocab, 16, &(mk_sampling){.temperature = 0.8f, .top_p = 0.9f, .seed = 1}, l, 64);
     check_draws("163,840 tokens", vocab, 16, &(mk_sampling){.temperature = 0.8f, OFF, .seed = 1}, l, 64);
     free(l);
 }

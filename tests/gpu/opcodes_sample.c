@@ -12,6 +12,7 @@ typedef struct sample_arg {
     uint32_t vocab, slices;
     enum shape shape;
     uint32_t helpers;
+    float top_p; /* of all rows; 0: as below. Where it is small, draws without it miss what it leaves */
 } sample_arg;
 
 static float shaped(enum shape shape, float l, uint32_t i)
@@ -50,7 +51,10 @@ static void sample_make(mk_case *c, const void *arg)
                                          {.temperature = 0.9f, .top_p = 0.8f, .min_p = 0.01f, .top_k = 200, .seed = 7},
                                          {.temperature = 2, .top_p = 1, .top_k = 1, .seed = 8},
                                          {.temperature = 1, .top_p = 0.5f, .seed = 9}};
-    for (uint32_t i = 0; i < CASE_STREAMS; i++) c->mem.slot[i].sampling = s[i];
+    for (uint32_t i = 0; i < CASE_STREAMS; i++) {
+        c->mem.slot[i].sampling = s[i];
+        if (a->top_p > 0) c->mem.slot[i].sampling.top_p = a->top_p;
+    }
 }
 
 static void sample_feed(mk_case *c, const void *arg)
@@ -90,6 +94,9 @@ const case_spec sample_cases[] = {
     {"SAMPLE", "vocabulary 32,000 in 264 slices, many ties", S(.vocab = 32000, .slices = 264, .shape = FLAT)},
     {"SAMPLE", "vocabulary 163,840 in 1,320 slices", S(.vocab = 163840, .slices = 1320)},
     {"SAMPLE", "vocabulary 163,840, 131 helpers", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131}, 132},
+    {"SAMPLE", "vocabulary 163,840, 131 helpers, top-p 0.3", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131, .top_p = 0.3f}, 132},
+    {"SAMPLE", "vocabulary 163,840, 131 helpers, top-p 0.01", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131, .top_p = 0.01f}, 132},
+    {"SAMPLE", "vocabulary 32,000, 5 helpers, many ties, top-p 0.5", sample_make, sample_feed, &(const sample_arg){.vocab = 32000, .slices = 264, .shape = FLAT, .helpers = 5, .top_p = 0.5f}, 6},
     {"SAMPLE", "vocabulary 151,936, 7 helpers, many ties", sample_make, sample_feed, &(const sample_arg){.vocab = 151936, .slices = 1200, .shape = FLAT, .helpers = 7}, 8},
     {"SAMPLE", "vocabulary 163,840, 131 helpers, on a grid and beside it", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .shape = ON_A_GRID, .helpers = 131}, 132},
     {"SAMPLE", "vocabulary 20,011, 12 helpers, on a grid and beside it", sample_make, sample_feed, &(const sample_arg){.vocab = 20011, .slices = 160, .shape = ON_A_GRID, .helpers = 12}, 13},
