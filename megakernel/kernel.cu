@@ -666,16 +666,13 @@ MK_DEV bool feed_cache(mk_feed *f, const mk_gpu_args *a, const mk_shared *sh, co
     const uint32_t last = pos / MK_PAGE, per = mk_split_pages(pos, s->per_most, s->per_less);
     if (pos == MK_NO_CACHE || per == 1) return true;
     if (MK_ONE_STEP) mk_phase_wait();
+    asm volatile("fence.proxy.async.global;" ::: "memory"); /* others wrote it, with stores */
     const mk_insn *in = a->insn + s->base;
-    if (in->opcode == MK_OP_GQA_PARTIAL) {
-        asm volatile("fence.proxy.async.global;" ::: "memory");
-        return feed_heads(f, a, &in->gqa, pos, slot, per);
-    }
+    if (in->opcode == MK_OP_GQA_PARTIAL) return feed_heads(f, a, &in->gqa, pos, slot, per);
     const mk_mla *m = &in->mla;
     const uint32_t group = mk_head_group(pos, m->heads), groups = mk_page_quot(m->heads + group - 1, group);
     const uint32_t bytes = mk_latent_row_bytes(m->latent, m->rope, m->cache, 2), tokens = MK_PAGE / MK_CACHE_STAGES / 2, items = (mk_page_quot(last, per) + 1) * groups, parts = m->parts;
     const uint8_t *const base = a->kv + m->kv_off;
-    asm volatile("fence.proxy.async.global;" ::: "memory"); /* others wrote it, with stores */
 #pragma unroll 1
     for (uint32_t i = m->part; i < items; i += parts) {
         const uint32_t first = mk_page_quot(i, groups) * per, n = min(per, last + 1 - first);

@@ -97,6 +97,7 @@ MK_DEV void mk_phase_prefetch(const mk_gpu_args *a)
         const mk_seg s = a->seg[i];
         if (s.T || s.flags & MK_SEG_CACHE) continue; /* who knows which experts, which pages */
         uint32_t bytes = s.scales + s.bytes;
+        if (!bytes) continue; /* taken out: gpu.cu */
         bytes = (bytes < left ? bytes : left) & ~127u;
         for (uint32_t at = 0; at < bytes; at += 16384) {
             uint32_t n = bytes - at < 16384 ? bytes - at : 16384;
