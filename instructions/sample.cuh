@@ -1,7 +1,8 @@
 /* SAMPLE on the device. Semantics: sample.c; weights are integers, so the order in which they are added does not matter and the tokens are the twin's.
  *
  * The greedy choice and every logprob come out of the LM head's statistics; the logits are not touched. A row that draws is the work of all workers: each has
- * an even share of the ids. Top-p alone mostly takes three exchanges of packets (mk_draw_try): the parts' weights, the tokens tried, the weight before each. Else they meet (mk_draw_meet) as often as a
+ * an even share of the ids. Top-p alone mostly takes three exchanges of packets (mk_draw_try): the parts' weights, the tokens tried, the weight before each. A small top-k mostly takes one (mk_draw_few): the
+ * tokens that it may leave, of which the sampler chooses by itself. Else they meet (mk_draw_meet) as often as a
  * distribution has to be narrowed down: three times a prefix (a radix selection over the order keys, 11 bits at a time, its histograms added up in device memory), once to find whose id the random
  * number falls on. Neither is in the program: they cannot deadlock, because nothing but SAMPLEs, the last thing all workers do in a step, takes part, and SCHEDULE waits for the result.
  *
@@ -24,6 +25,7 @@ typedef struct mk_dist {
 /* Where a digit is counted: a warp's threads, which have neighbouring digits each, find theirs side by side. */
 #define MK_DIGIT_AT(digit) ((digit) % MK_OWN_DIGITS * MK_COMPUTE + (digit) / MK_OWN_DIGITS)
 #define MK_AHEAD      5u /* logits of a thread that are asked for together: what a worker of 132 has of 163,840 */
+#define MK_OWN        8u /* that stay in shared memory with their weights (mk_draw_try): of 248,320 */
 
 /* What is left of a distribution: sample.c. */
 typedef struct mk_left {
@@ -44,8 +46,13 @@ typedef struct mk_sample_scratch {
             uint32_t count[MK_DIGITS];
         };
         struct { /* mk_draw_weigh: a column a thread */
-            uint64_t own_weight[MK_AHEAD][MK_COMPUTE];
-            float own_logit[MK_AHEAD][MK_COMPUTE];
+            uint64_t own_weight[MK_OWN][MK_COMPUTE];
+            float own_logit[MK_OWN][MK_COMPUTE];
+        };
+        struct { /* mk_draw_few */
+            alignas(16) uint32_t few_key[MK_COMPUTE];
+            uint32_t few_id[MK_COMPUTE], few_at[MK_COMPUTE];
+            uint64_t few_weight[MK_COMPUTE];
         };
     };
     alignas(16) uint64_t part[2][MK_WARPS];
@@ -368,21 +375,22 @@ MK_CALL uint64_t mk_draw_sums(uint64_t v, uint32_t half)
     return v;
 }
 
-/* A thread's ids from i on, MK_AHEAD of them and none from `hi` on: their logits and what they weigh into its column of x->own_*. In shared memory, for registers would be spilled, which takes a way to L2
+/* A thread's ids from i on, MK_OWN of them and none from `hi` on: their logits and what they weigh into its column of x->own_*. In shared memory, for registers would be spilled, which takes a way to L2
  * each. Returns what all of them weigh. */
 MK_DEV uint64_t mk_draw_weigh(const mk_dist *q, uint32_t i, uint32_t hi)
 {
     mk_sample_scratch *x = mk_scratch();
     const uint32_t tid = threadIdx.x, ids = i < hi ? hi - i : 0;
-    float l[MK_AHEAD];
+    float l[MK_OWN];
     uint64_t all = 0;
-    mk_logits_ask(l, q->logit + i, 1, ids);
+#pragma unroll
+    for (uint32_t j = 0; j < MK_OWN; j++) l[j] = j < ids ? __ldcg(q->logit + i + j) : 0.0f;
+#pragma unroll
+    for (uint32_t j = 0; j < MK_OWN; j++) x->own_logit[j][tid] = l[j];
 #pragma unroll 1
-    for (uint32_t j = 0; j < MK_AHEAD; j++) {
-        const float logit = mk_logits_next(l);
-        const uint64_t w = j < ids ? mk_weigh(logit, q->max, q->temperature) : 0;
+    for (uint32_t j = 0; j < MK_OWN; j++) {
+        const uint64_t w = j < ids ? mk_weigh(x->own_logit[j][tid], q->max, q->temperature) : 0;
         x->own_weight[j][tid] = w;
-        x->own_logit[j][tid] = logit;
         all += w;
     }
     return all;
@@ -395,11 +403,11 @@ MK_CALL bool mk_draw_try(const mk_insn *in, const mk_dist *q, float top_p, uint3
     mk_sample_scratch *x = mk_scratch();
     mk_tried *t = &mk_sh()->args.draw->tried[row];
     const uint32_t tid = threadIdx.x, lane = tid % 32, helper = in->sample.helper, parts = in->sample.helpers + 1u, per = (q->hi - q->lo + MK_COMPUTE - 1) / MK_COMPUTE;
-    const uint32_t lo = q->lo + tid * per, hi = lo + per < q->hi ? lo + per : q->hi, turns = (per + MK_AHEAD - 1) / MK_AHEAD; /* one: all of them are weighed once */
+    const uint32_t lo = q->lo + tid * per, hi = lo + per < q->hi ? lo + per : q->hi, turns = (per + MK_OWN - 1) / MK_OWN; /* one: all of them are weighed once */
     const uint64_t least = x->left.least;
     uint64_t own = 0, part_weight, total, part = 0;
 #pragma unroll 1
-    for (uint32_t n = 0; n < turns; n++) own += mk_draw_weigh(q, lo + n * MK_AHEAD, hi);
+    for (uint32_t n = 0; n < turns; n++) own += mk_draw_weigh(q, lo + n * MK_OWN, hi);
     uint64_t before = mk_block_before(own, &part_weight, 0);
     if (tid == 0) mk_packet_store(&t->part[helper], (uint32_t)part_weight, (uint32_t)(part_weight >> 32), 0, epoch);
     if (tid < parts) { /* a thread a part */
@@ -418,10 +426,10 @@ MK_CALL bool mk_draw_try(const mk_insn *in, const mk_dist *q, float top_p, uint3
         uint64_t upto = 0;
         bool found = false;
 #pragma unroll 1
-        for (uint32_t i = lo; i < hi && !found; i += MK_AHEAD) {
+        for (uint32_t i = lo; i < hi && !found; i += MK_OWN) {
             if (turns > 1) mk_draw_weigh(q, i, hi);
 #pragma unroll 1
-            for (uint32_t j = 0; j < MK_AHEAD && !found; j++) {
+            for (uint32_t j = 0; j < MK_OWN && !found; j++) {
                 const uint64_t weight = x->own_weight[j][tid];
                 upto += weight;
                 found = upto > at;
@@ -438,10 +446,10 @@ MK_CALL bool mk_draw_try(const mk_insn *in, const mk_dist *q, float top_p, uint3
         const float logit = __uint_as_float(x->tried[n].y);
         uint64_t sum = 0;
 #pragma unroll 1
-        for (uint32_t k = 0, i = lo; k < turns; k++, i += MK_AHEAD) {
+        for (uint32_t k = 0, i = lo; k < turns; k++, i += MK_OWN) {
             if (turns > 1) mk_draw_weigh(q, i, hi);
 #pragma unroll
-            for (uint32_t j = 0; j < MK_AHEAD; j++) {
+            for (uint32_t j = 0; j < MK_OWN; j++) {
                 const float l = x->own_logit[j][tid];
                 sum += l > logit || (l == logit && i + j < id) ? x->own_weight[j][tid] : 0;
             }
@@ -481,6 +489,97 @@ MK_CALL bool mk_draw_try(const mk_insn *in, const mk_dist *q, float top_p, uint3
     return x->mine < MK_TRIES;
 }
 
+/* A row whose top-k is small. The greatest logits of the LM head's pieces, a thread some of them, are those of so many tokens: the k-th greatest of the threads' is one that k tokens reach, and few others. All
+ * parts list theirs; the sampler sorts them by counting, applies the filters and draws (sample.c), into x->best and x->logit; those stay when nothing weighs anything. False: they are too many, nothing is chosen. */
+MK_CALL bool mk_draw_few(const mk_insn *in, const mk_dist *q, const mk_sampling *s, uint64_t random, uint32_t row, uint32_t epoch)
+{
+    constexpr uint32_t PER = MK_MAX_PIECES / MK_COMPUTE;
+    const mk_dev here = mk_here(in), *d = &here;
+    mk_sample_scratch *x = mk_scratch();
+    mk_few *t = &mk_sh()->args.draw->few[row];
+    const mk_vec *v = &d->sh->vec[in->wait[0].vec];
+    const uint4 *stats = mk_wait_packets(d, &in->wait[0], v, row);
+    const uint32_t tid = threadIdx.x, helper = in->sample.helper, parts = in->sample.helpers + 1u, slices = in->sample.slices;
+    float l[PER];
+    uint32_t key = 0, rank = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < PER; k++) l[k] = tid + k * MK_COMPUTE < slices ? __ldcg((const float *)(stats + (tid + k * MK_COMPUTE) * v->slice_packets)) : -INFINITY;
+#pragma unroll
+    for (uint32_t k = 0; k < PER; k++) key = max(key, mk_order_key(l[k]));
+    x->few_key[tid] = key;
+    mk_sync();
+#pragma unroll 2
+    for (uint32_t i = 0; i < MK_COMPUTE; i += 4) {
+        const uint4 o = *(const uint4 *)&x->few_key[i];
+        rank += (o.x > key || (o.x == key && i < tid)) + (o.y > key || (o.y == key && i + 1 < tid)) + (o.z > key || (o.z == key && i + 2 < tid)) + (o.w > key || (o.w == key && i + 3 < tid));
+    }
+    if (rank == s->top_k - 1) x->key = key;
+    if (tid == 0) x->mine = 0;
+    mk_sync();
+    const uint32_t reach = x->key;
+#pragma unroll 1
+    for (uint32_t i0 = q->lo + tid; i0 < q->hi; i0 += MK_AHEAD * MK_COMPUTE) {
+        float own[MK_AHEAD];
+        mk_logits_ask(own, q->logit + i0, MK_COMPUTE, q->hi - i0);
+#pragma unroll 1
+        for (uint32_t n = MK_AHEAD, i = i0; n--; i += MK_COMPUTE) {
+            const float logit = mk_logits_next(own);
+            if (i >= q->hi || mk_order_key(logit) < reach) continue;
+            const uint32_t at = atomicAdd(&x->mine, 1u);
+            if (at < MK_FEW_PART) mk_packet_store(&t->token[helper][at], i, __float_as_uint(logit), 0, epoch);
+        }
+    }
+    mk_sync();
+    if (tid == 0) mk_packet_store(&t->count[helper], x->mine, 0, 0, epoch);
+    if (helper) {
+        if (tid == 0) x->mine = mk_draw_packet(in, &t->over, epoch).x;
+        mk_sync();
+        return !x->mine;
+    }
+    const uint32_t own = tid < parts ? mk_draw_packet(in, &t->count[tid], epoch).x : 0; /* a thread a part */
+    uint64_t n, total;
+    const uint32_t first = (uint32_t)mk_block_before(own, &n, 0);
+    const bool over = mk_sync_any(own > MK_FEW_PART) || n > MK_COMPUTE;
+    if (tid == 0) mk_packet_store(&t->over, over, 0, 0, epoch);
+    if (over) return false;
+#pragma unroll 1
+    for (uint32_t k = 0; k < own; k++) x->few_at[first + k] = tid * MK_FEW_PART + k;
+    mk_sync();
+    const bool has = tid < n; /* a thread a token */
+    uint4 p = make_uint4(0xffffffffu, 0xff800000u, 0, 0);
+    if (has) p = mk_draw_packet(in, &t->token[0][0] + x->few_at[tid], epoch);
+    const float logit = __uint_as_float(p.y);
+    const uint64_t weight = has ? mk_weigh(logit, q->max, q->temperature) : 0;
+    key = mk_order_key(logit);
+    x->few_key[tid] = key;
+    x->few_id[tid] = p.x;
+    x->few_weight[tid] = weight;
+    mk_sync();
+    uint64_t before = 0, upto = 0;
+    rank = 0;
+#pragma unroll 2
+    for (uint32_t i = 0; i < n; i++) {
+        const bool ahead = x->few_key[i] > key || (x->few_key[i] == key && x->few_id[i] < p.x);
+        rank += ahead;
+        before += ahead ? x->few_weight[i] : 0;
+    }
+    const bool kept = has && rank < s->top_k;
+    mk_block_before(kept ? weight : 0, &total, 1);
+    const uint64_t share = s->top_p < 1.0f ? mk_share(s->top_p > 0.0f ? s->top_p : 0.0f, total) : ~0ull;
+    const uint64_t left = kept && before < (share ? share : 1) && weight >= x->left.least ? weight : 0;
+    x->few_weight[tid] = left;
+    mk_block_before(left, &total, 0);
+    const uint64_t at = __umul64hi(random, total);
+#pragma unroll 2
+    for (uint32_t i = 0; i < n; i++) upto += x->few_id[i] < p.x ? x->few_weight[i] : 0;
+    if (at - upto < left) {
+        x->best = p.x;
+        x->logit = logit;
+    }
+    mk_sync();
+    return true;
+}
+
 /* All parts together: the row's token and its logit into x->best and x->logit of the sampler; the greedy choice stays there when nothing weighs anything. */
 MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row, float max)
 {
@@ -499,6 +598,7 @@ MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row, f
     }
     mk_sync();
     if (top_p && !top_k && mk_draw_try(in, &q, p, row, epoch)) return;
+    if (top_k && s.top_k <= MK_FEW && mk_draw_few(in, &q, &x->sampling[row], x->random[row][0], row, epoch)) return;
     if (top_k) mk_draw_prefix(in, &q, false, s.top_k, 0);
     if (top_p) {
         uint64_t target = x->left.weight;

@@ -127,7 +127,7 @@ static json_t *pinned_report(const mk_client_info *a, const mk_measured *m, cons
     json_object_set_new(j, "clocks", json_pack("{s:O,s:O}", "before", before, "after", after));
     json_object_set_new(j, "routing_seed", json_integer((json_int_t)q->seed));
     json_object_set_new(j, "layers", json_integer((json_int_t)a->welcome.layers)); /* of glm52-mla: bricks of a step */
-    json_object_set_new(j, "sampling", q->temperature > 0 ? json_pack("{s:f,s:f}", "temperature", (double)q->temperature, "top_p", (double)q->top_p) : json_string("greedy"));
+    json_object_set_new(j, "sampling", q->temperature > 0 ? json_pack("{s:f,s:f,s:i}", "temperature", (double)q->temperature, "top_p", (double)q->top_p, "top_k", (int)q->top_k) : json_string("greedy"));
     json_object_set_new(j, "commit", json_string(a->build));
     json_object_set_new(j, "date", json_string(date));
     return j;
@@ -223,6 +223,7 @@ int mkctl_bench(int argc, char **argv)
                                {"--seed", MKCTL_U64, &like.seed, "with --ctx: of the random token ids, and so of the experts' routes"},
                                {"--temperature", MKCTL_REAL, &temperature, "with --ctx: of the sampling; 0: greedy"},
                                {"--top-p", MKCTL_REAL, &top_p, "with --ctx and --temperature"},
+                               {"--top-k", MKCTL_U32, &like.top_k, "with --ctx and --temperature; 0: off"},
                                {"--out-dir", MKCTL_TEXT, &out_dir, "with --ctx: write MODEL-ctxN-rowsR.json there and a line each to stdout"},
                                {"--baseline", MKCTL_TEXT, &baseline, "with --ctx: JSON of profiles/baseline from the same run; its graph's time is noted where context and rows are the same"},
                                {"--tokens", MKCTL_U32, &tokens, "tokens to generate"},
@@ -232,10 +233,11 @@ int mkctl_bench(int argc, char **argv)
                                {"--out", MKCTL_TEXT, &out, "write the JSON to this file too"}};
     int rc = mkctl_flags(argc, argv, flag, sizeof flag / sizeof flag[0], NULL, 0, NULL);
     if (rc) return rc < 0 ? MK_OK : rc;
-    const int pinned = strcmp(rows, "1") || like.steps != STEPS || like.seed != SEED || temperature != 0 || top_p != 1 || out_dir || baseline;
-    if (!ctx && pinned) return mkctl_usage("bench: --rows, --steps, --seed, --temperature, --top-p, --out-dir and --baseline need --ctx");
+    const int pinned = strcmp(rows, "1") || like.steps != STEPS || like.seed != SEED || temperature != 0 || top_p != 1 || like.top_k || out_dir || baseline;
+    if (!ctx && pinned) return mkctl_usage("bench: --rows, --steps, --seed, --temperature, --top-p, --top-k, --out-dir and --baseline need --ctx");
     if (ctx && (tokens != TOKENS || n != PROMPT_TOKENS || repeat != REPEAT || warmup != WARMUP || out)) return mkctl_usage("bench: --tokens, --prompt, --repeat, --warmup and --out go without --ctx");
-    if (temperature == 0 && top_p != 1) return mkctl_usage("bench: --top-p needs --temperature");
+    if (temperature == 0 && (top_p != 1 || like.top_k)) return mkctl_usage("bench: --top-p and --top-k need --temperature");
+    if (like.top_k > INT32_MAX) return mkctl_usage("bench: --top-k: expected at most %d, found %u", INT32_MAX, like.top_k);
     like.temperature = (float)temperature;
     like.top_p = (float)top_p;
     if (ctx) return bench_pinned(dir, ctx, rows, &like, out_dir, baseline);

@@ -34,7 +34,7 @@ static int prompt_speed(mk_client_stream *s, const mk_pinned *q, uint32_t vocab,
 
 int mk_measure_pinned(mk_client *c, const mk_pinned *q, mk_pinned_result *r, mk_err *err)
 {
-    mk_client_options o = {.context = mk_pinned_context(q), .window = MK_WIRE_NO_WINDOW, .sampling = 1, .seed = q->seed, .temperature = q->temperature, .top_p = q->top_p, .own_stop = 1,
+    mk_client_options o = {.context = mk_pinned_context(q), .window = MK_WIRE_NO_WINDOW, .sampling = 1, .seed = q->seed, .temperature = q->temperature, .top_p = q->top_p, .top_k = q->top_k, .own_stop = 1,
                            .pin = q->context - 1, .pin_rows = q->rows};
     *r = (mk_pinned_result){.step_ms = malloc(q->steps * sizeof *r->step_ms)};
     if (!r->step_ms) return mk_fail(err, MK_E_SYSTEM, "out of memory");

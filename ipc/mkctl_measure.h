@@ -14,6 +14,7 @@ typedef struct mk_pinned {
     uint32_t prompt;  /* tokens of a prompt at that position, for its speed; 0: none */
     uint64_t seed;    /* of the random token ids, and so of the routes */
     float temperature, top_p; /* 0: greedy */
+    uint32_t top_k;
 } mk_pinned;
 
 typedef struct mk_pinned_result {

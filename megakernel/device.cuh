@@ -131,9 +131,16 @@ typedef struct mk_draw_part {
 typedef struct mk_tried {
     uint4 part[MK_COMPUTE], token[MK_TRIES], before[MK_COMPUTE][MK_TRIES], choice;
 } mk_tried;
+/* What a row's top-k may leave, if it is not more than MK_FEW. Packets: how many tokens a part has of it; these, and their logits; whether they were too many. */
+#define MK_FEW      64u
+#define MK_FEW_PART 32u /* of a part at most */
+typedef struct mk_few {
+    uint4 count[MK_COMPUTE], token[MK_COMPUTE][MK_FEW_PART], over;
+} mk_few;
 typedef struct mk_draws {
     uint4 token[MK_MAX_ROWS]; /* packets: token, its logit, -, step + 1 */
     mk_tried tried[MK_MAX_ROWS];
+    mk_few few[MK_MAX_ROWS];
     uint32_t arrived, pad[31]; /* meetings so far, times the parts */
     unsigned long long weight[MK_DRAW_SETS][MK_DIGITS]; /* by digit of the order key; meeting m uses set m mod MK_DRAW_SETS */
     uint32_t count[MK_DRAW_SETS][MK_DIGITS];

@@ -408,7 +408,8 @@ static void test_mkctl(void **state)
         if (!strstr(out, keys[i])) fail_msg("%s lacks %s", out, keys[i]);
     WRONG(MK_E_USAGE, "need --ctx", mkctl_bench, "bench", "--socket-dir", r->dir, "--temperature", "1");
     WRONG(MK_E_USAGE, "go without --ctx", mkctl_bench, "bench", "--socket-dir", r->dir, "--ctx", "64", "--tokens", "20");
-    WRONG(MK_E_USAGE, "--top-p needs --temperature", mkctl_bench, "bench", "--socket-dir", r->dir, "--ctx", "64", "--top-p", "0.9");
+    WRONG(MK_E_USAGE, "--top-p and --top-k need --temperature", mkctl_bench, "bench", "--socket-dir", r->dir, "--ctx", "64", "--top-p", "0.9");
+    WRONG(MK_E_USAGE, "--top-p and --top-k need --temperature", mkctl_bench, "bench", "--socket-dir", r->dir, "--ctx", "64", "--top-k", "20");
     WRONG(MK_E_WIRE, "mkctl bench: OPEN: context of 9010 tokens", mkctl_bench, "bench", "--socket-dir", r->dir, "--tokens", "9000",
           "--prompt", "10");
     assert_int_equal(RUN(mkctl_stats, "stats", "--socket-dir", r->dir), MK_OK);

@@ -54,6 +54,7 @@ static void sample_make(mk_case *c, const void *arg)
     for (uint32_t i = 0; i < CASE_STREAMS; i++) {
         c->mem.slot[i].sampling = s[i];
         if (a->top_p > 0) c->mem.slot[i].sampling.top_p = a->top_p;
+        if (a->top_p > 0 && i == 1) c->mem.slot[i].sampling.top_k = 20, c->mem.slot[i].sampling.min_p = 0.02f;
     }
 }
 
