@@ -356,7 +356,7 @@ MK_CALL uint4 mk_draw_packet(const mk_insn *in, const uint4 *p, uint32_t epoch)
     return q;
 }
 
-/* A warp's sum of what the whole block has less than 2^58 of. */
+/* A warp's sum of what the whole block has at most 2^58 of. */
 MK_DEV uint64_t mk_draw_warp_sum(uint64_t v)
 {
     const uint32_t lo = __reduce_add_sync(0xffffffffu, (uint32_t)v & 0x7ffffffu), hi = __reduce_add_sync(0xffffffffu, (uint32_t)(v >> 27));
@@ -415,7 +415,7 @@ MK_CALL bool mk_draw_try(const mk_insn *in, const mk_dist *q, float top_p, uint3
         part = (uint64_t)p.y << 32 | p.x;
     }
     const uint64_t start = mk_block_before(part, &total, 1);
-    if (!total) return true; /* nothing weighs anything */
+    if (!total) return true; /* nothing weighs anything. Nobody says that he has seen it, but the next step's packets stand behind every worker's rows of its LM head */
     if (tid == helper) x->above = start;
     mk_sync();
     before += x->above;

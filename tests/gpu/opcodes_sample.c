@@ -8,11 +8,13 @@
 /* Logits as drawn; many equal ones; multiples of 1/32 and their neighbours; all close together; about 0; far apart, with some infinite ones and some that are no number. Where most weigh the same, one token
  * too many or too few in a prefix is another choice. */
 enum shape { AS_DRAWN, FLAT, ON_A_GRID, CLOSE, ABOUT_0, FAR_APART };
+/* How rows draw: all ways by turns; by top-p alone, which draws without it often miss; by top-k of few. */
+enum ways { ALL_WAYS, BY_TOP_P, BY_FEW };
 typedef struct sample_arg {
     uint32_t vocab, slices;
     enum shape shape;
     uint32_t helpers;
-    float top_p; /* of all rows; 0: as below. Where it is small, draws without it miss what it leaves */
+    enum ways ways;
 } sample_arg;
 
 static float shaped(enum shape shape, float l, uint32_t i)
@@ -43,19 +45,25 @@ static void sample_make(mk_case *c, const void *arg)
         if (!w) case_to(c, in, 2, 0);
     }
     case_seal(c, &(case_sizes){0});
-    const mk_sampling s[CASE_STREAMS] = {{.temperature = 0, .top_p = 1},
-                                         {.temperature = 1, .top_p = 1, .seed = 3},
-                                         {.temperature = 0.7f, .top_p = 1, .top_k = 50, .seed = 4},
-                                         {.temperature = 1.3f, .top_p = 0.9f, .seed = 5},
-                                         {.temperature = 1, .top_p = 1, .min_p = 0.1f, .seed = 6},
-                                         {.temperature = 0.9f, .top_p = 0.8f, .min_p = 0.01f, .top_k = 200, .seed = 7},
-                                         {.temperature = 2, .top_p = 1, .top_k = 1, .seed = 8},
-                                         {.temperature = 1, .top_p = 0.5f, .seed = 9}};
-    for (uint32_t i = 0; i < CASE_STREAMS; i++) {
-        c->mem.slot[i].sampling = s[i];
-        if (a->top_p > 0) c->mem.slot[i].sampling.top_p = a->top_p;
-        if (a->top_p > 0 && i == 1) c->mem.slot[i].sampling.top_k = 20, c->mem.slot[i].sampling.min_p = 0.02f;
-    }
+    static const mk_sampling s[][CASE_STREAMS] = {[ALL_WAYS] = {{.temperature = 0, .top_p = 1},
+                                                                {.temperature = 1, .top_p = 1, .seed = 3},
+                                                                {.temperature = 0.7f, .top_p = 1, .top_k = 50, .seed = 4},
+                                                                {.temperature = 1.3f, .top_p = 0.9f, .seed = 5},
+                                                                {.temperature = 1, .top_p = 1, .min_p = 0.1f, .seed = 6},
+                                                                {.temperature = 0.9f, .top_p = 0.8f, .min_p = 0.01f, .top_k = 200, .seed = 7}},
+                                                  [BY_TOP_P] = {{.temperature = 1, .top_p = 0.9f, .seed = 3},
+                                                                {.temperature = 1, .top_p = 0.5f, .seed = 4},
+                                                                {.temperature = 0.7f, .top_p = 0.3f, .seed = 5},
+                                                                {.temperature = 1.3f, .top_p = 0.01f, .seed = 6},
+                                                                {.temperature = 1, .top_p = 0.95f, .min_p = 0.1f, .seed = 7},
+                                                                {.temperature = 3, .top_p = 0.7f, .seed = 8}},
+                                                  [BY_FEW] = {{.temperature = 1, .top_p = 1, .top_k = 20, .seed = 3},
+                                                              {.temperature = 1, .top_p = 1, .top_k = 20, .min_p = 0.5f, .seed = 4},
+                                                              {.temperature = 0.7f, .top_p = 0.8f, .top_k = 20, .seed = 5},
+                                                              {.temperature = 2, .top_p = 1, .top_k = 1, .seed = 6},
+                                                              {.temperature = 2, .top_p = 0.9f, .top_k = 64, .seed = 7},
+                                                              {.temperature = 1, .top_p = 0.95f, .top_k = 10, .min_p = 0.3f, .seed = 8}}}; /* rows of the streams behind these draw nothing */
+    for (uint32_t i = 0; i < CASE_STREAMS; i++) c->mem.slot[i].sampling = s[a->ways][i];
 }
 
 static void sample_feed(mk_case *c, const void *arg)
@@ -95,9 +103,12 @@ const case_spec sample_cases[] = {
     {"SAMPLE", "vocabulary 32,000 in 264 slices, many ties", S(.vocab = 32000, .slices = 264, .shape = FLAT)},
     {"SAMPLE", "vocabulary 163,840 in 1,320 slices", S(.vocab = 163840, .slices = 1320)},
     {"SAMPLE", "vocabulary 163,840, 131 helpers", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131}, 132},
-    {"SAMPLE", "vocabulary 163,840, 131 helpers, top-p 0.3", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131, .top_p = 0.3f}, 132},
-    {"SAMPLE", "vocabulary 163,840, 131 helpers, top-p 0.01", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131, .top_p = 0.01f}, 132},
-    {"SAMPLE", "vocabulary 32,000, 5 helpers, many ties, top-p 0.5", sample_make, sample_feed, &(const sample_arg){.vocab = 32000, .slices = 264, .shape = FLAT, .helpers = 5, .top_p = 0.5f}, 6},
+    {"SAMPLE", "vocabulary 163,840, 131 helpers, by top-p", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131, .ways = BY_TOP_P}, 132},
+    {"SAMPLE", "vocabulary 32,000, 5 helpers, many ties, by top-p", sample_make, sample_feed, &(const sample_arg){.vocab = 32000, .slices = 264, .shape = FLAT, .helpers = 5, .ways = BY_TOP_P}, 6},
+    {"SAMPLE", "vocabulary 50,304, 39 helpers, far apart, by top-p", sample_make, sample_feed, &(const sample_arg){.vocab = 50304, .slices = 400, .shape = FAR_APART, .helpers = 39, .ways = BY_TOP_P}, 40},
+    {"SAMPLE", "vocabulary 163,840, 131 helpers, few", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131, .ways = BY_FEW}, 132},
+    {"SAMPLE", "vocabulary 32,000 in 264 slices, few", S(.vocab = 32000, .slices = 264, .ways = BY_FEW)},
+    {"SAMPLE", "vocabulary 32,000, 5 helpers, on a grid and beside it, few", sample_make, sample_feed, &(const sample_arg){.vocab = 32000, .slices = 264, .shape = ON_A_GRID, .helpers = 5, .ways = BY_FEW}, 6},
     {"SAMPLE", "vocabulary 151,936, 7 helpers, many ties", sample_make, sample_feed, &(const sample_arg){.vocab = 151936, .slices = 1200, .shape = FLAT, .helpers = 7}, 8},
     {"SAMPLE", "vocabulary 163,840, 131 helpers, on a grid and beside it", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .shape = ON_A_GRID, .helpers = 131}, 132},
     {"SAMPLE", "vocabulary 20,011, 12 helpers, on a grid and beside it", sample_make, sample_feed, &(const sample_arg){.vocab = 20011, .slices = 160, .shape = ON_A_GRID, .helpers = 12}, 13},
