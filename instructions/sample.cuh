@@ -58,7 +58,7 @@ typedef struct mk_sample_scratch {
     alignas(16) uint64_t part[2][MK_WARPS];
     mk_left left;
     uint64_t above, weight_above; /* of the digits that are chosen so far: what comes before them in the order */
-    uint32_t key, mine;
+    uint32_t key, told; /* what one thread has found out for all: a key; whether the id is this worker's, how many tokens it lists, which try or whether too many */
     uint4 tried[MK_TRIES]; /* as in mk_tried.token */
     uint64_t sums[2][MK_WARPS][MK_TRIES];
     uint32_t best; /* the chosen token, and its logit: thread 0's */
@@ -131,6 +131,13 @@ MK_CALL uint64_t mk_share(float p, uint64_t total)
     uint64_t f = (uint64_t)((double)p * 0x1p62), lo = f * total, hi = __umul64hi(f, total), sum = lo + ((1ull << 62) - 1);
     hi += sum < lo;
     return hi << 2 | sum >> 62;
+}
+
+/* What weight top-p asks for of this one: some at least. */
+MK_DEV uint64_t mk_share_least(float p, uint64_t total)
+{
+    const uint64_t share = mk_share(p, total);
+    return share ? share : 1;
 }
 
 /* Everybody's words of this meeting are visible to everybody after it. Clears the histogram of the next meeting, which was last read before the last one.
@@ -224,10 +231,7 @@ MK_CALL void mk_draw_prefix(const mk_insn *in, const mk_dist *q, bool by_weight,
         }
         sum = weight_above + mk_block_before(sum, &total, 0);
         if (!by_weight) counts = above + mk_block_before(counts, &counted, 1);
-        if (target == 0) {
-            target = mk_share(share, total);
-            target = target ? target : 1;
-        }
+        if (target == 0) target = mk_share_least(share, total);
         uint64_t before = by_weight ? sum : counts, of = 0;
         if (before < target) { /* the digit is mine or a later thread's */
             uint32_t digit = 0;
@@ -312,12 +316,12 @@ MK_CALL bool mk_draw_find(const mk_insn *in, const mk_dist *q, uint64_t random, 
     start = mk_block_before(part_sum, &total, 1);
     uint64_t at = __umul64hi(random, total);
     if (tid == in->sample.helper) {
-        x->mine = start <= at && at < start + part_sum;
+        x->told = start <= at && at < start + part_sum;
         x->above = start;
         x->weight_above = left.ties > before ? left.ties - before : 0; /* of the ties, for me and who comes after me */
     }
     mk_sync();
-    if (x->mine) {
+    if (x->told) {
         uint64_t room = x->weight_above;
         at -= x->above;
         const uint64_t first = sum + (ties < room ? ties : room) * tie_weight, left_ties = room > ties ? room - ties : 0;
@@ -472,21 +476,21 @@ MK_CALL bool mk_draw_try(const mk_insn *in, const mk_dist *q, float top_p, uint3
         }
         mine = mk_draw_sums(mine, 1);
         if (tid < 32) {
-            const uint64_t share = mk_share(top_p, total);
-            const uint32_t left = __ballot_sync(0xffffffffu, lane < MK_TRIES && mine < (share ? share : 1) && x->tried[lane % MK_TRIES].z), n = left ? __ffs(left) - 1 : MK_TRIES;
+            const uint64_t need = mk_share_least(top_p, total);
+            const uint32_t left = __ballot_sync(0xffffffffu, lane < MK_TRIES && mine < need && x->tried[lane % MK_TRIES].z), n = left ? __ffs(left) - 1 : MK_TRIES;
             if (tid == 0) {
                 mk_packet_store(&t->choice, n, 0, 0, epoch);
                 if (left) {
                     x->best = x->tried[n].x;
                     x->logit = __uint_as_float(x->tried[n].y);
                 }
-                x->mine = n;
+                x->told = n;
             }
         }
     } else if (tid == 0)
-        x->mine = mk_draw_packet(in, &t->choice, epoch).x;
+        x->told = mk_draw_packet(in, &t->choice, epoch).x;
     mk_sync();
-    return x->mine < MK_TRIES;
+    return x->told < MK_TRIES;
 }
 
 /* A row whose top-k is small. The greatest logits of the LM head's pieces, a thread some of them, are those of so many tokens: the k-th greatest of the threads' is one that k tokens reach, and few others. All
@@ -514,7 +518,7 @@ MK_CALL bool mk_draw_few(const mk_insn *in, const mk_dist *q, const mk_sampling 
         rank += (o.x > key || (o.x == key && i < tid)) + (o.y > key || (o.y == key && i + 1 < tid)) + (o.z > key || (o.z == key && i + 2 < tid)) + (o.w > key || (o.w == key && i + 3 < tid));
     }
     if (rank == s->top_k - 1) x->key = key;
-    if (tid == 0) x->mine = 0;
+    if (tid == 0) x->told = 0;
     mk_sync();
     const uint32_t reach = x->key;
 #pragma unroll 1
@@ -525,16 +529,16 @@ MK_CALL bool mk_draw_few(const mk_insn *in, const mk_dist *q, const mk_sampling 
         for (uint32_t n = MK_AHEAD, i = i0; n--; i += MK_COMPUTE) {
             const float logit = mk_logits_next(own);
             if (i >= q->hi || mk_order_key(logit) < reach) continue;
-            const uint32_t at = atomicAdd(&x->mine, 1u);
+            const uint32_t at = atomicAdd(&x->told, 1u);
             if (at < MK_FEW_PART) mk_packet_store(&t->token[helper][at], i, __float_as_uint(logit), 0, epoch);
         }
     }
     mk_sync();
-    if (tid == 0) mk_packet_store(&t->count[helper], x->mine, 0, 0, epoch);
+    if (tid == 0) mk_packet_store(&t->count[helper], x->told, 0, 0, epoch);
     if (helper) {
-        if (tid == 0) x->mine = mk_draw_packet(in, &t->over, epoch).x;
+        if (tid == 0) x->told = mk_draw_packet(in, &t->over, epoch).x;
         mk_sync();
-        return !x->mine;
+        return !x->told;
     }
     const uint32_t own = tid < parts ? mk_draw_packet(in, &t->count[tid], epoch).x : 0; /* a thread a part */
     uint64_t n, total;
@@ -602,10 +606,7 @@ MK_CALL void mk_draw_row(const mk_insn *in, const float *logits, uint32_t row, f
     if (top_k) mk_draw_prefix(in, &q, false, s.top_k, 0);
     if (top_p) {
         uint64_t target = x->left.weight;
-        if (target) {
-            target = mk_share(p, target);
-            target = target ? target : 1;
-        }
+        if (target) target = mk_share_least(p, target);
         mk_draw_prefix(in, &q, true, target, p);
     }
     const bool any = mk_draw_find(in, &q, x->random[row][top_p && !top_k ? MK_TRIES : 0], row, epoch);

@@ -221,7 +221,7 @@ static void test_score(void **state)
 
 #define NEAR 1e-6 /* of u: weights are rounded to 2^-40 */
 
-/* Does draw n fall on `token` of a distribution? */
+/* Does u fall on `token` of a distribution? */
 static int falls_on(const double *prob, uint32_t token, double u)
 {
     double below = 0;

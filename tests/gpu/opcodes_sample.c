@@ -97,25 +97,27 @@ static void sample_feed(mk_case *c, const void *arg)
 }
 
 #define S(...) sample_make, sample_feed, &(const sample_arg){__VA_ARGS__}, 0
+/* The same, with so many helpers, each on a worker of its own. */
+#define HELPED(n, ...) sample_make, sample_feed, &(const sample_arg){.helpers = n, __VA_ARGS__}, n + 1
 
 const case_spec sample_cases[] = {
     {"SAMPLE", "vocabulary 515 in 8 slices", S(.vocab = 515, .slices = 8)},
     {"SAMPLE", "vocabulary 32,000 in 264 slices, many ties", S(.vocab = 32000, .slices = 264, .shape = FLAT)},
     {"SAMPLE", "vocabulary 163,840 in 1,320 slices", S(.vocab = 163840, .slices = 1320)},
-    {"SAMPLE", "vocabulary 163,840, 131 helpers", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131}, 132},
-    {"SAMPLE", "vocabulary 163,840, 131 helpers, by top-p", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131, .ways = BY_TOP_P}, 132},
-    {"SAMPLE", "vocabulary 32,000, 5 helpers, many ties, by top-p", sample_make, sample_feed, &(const sample_arg){.vocab = 32000, .slices = 264, .shape = FLAT, .helpers = 5, .ways = BY_TOP_P}, 6},
-    {"SAMPLE", "vocabulary 50,304, 39 helpers, far apart, by top-p", sample_make, sample_feed, &(const sample_arg){.vocab = 50304, .slices = 400, .shape = FAR_APART, .helpers = 39, .ways = BY_TOP_P}, 40},
-    {"SAMPLE", "vocabulary 163,840, 131 helpers, few", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .helpers = 131, .ways = BY_FEW}, 132},
+    {"SAMPLE", "vocabulary 163,840, 131 helpers", HELPED(131, .vocab = 163840, .slices = 1320)},
+    {"SAMPLE", "vocabulary 163,840, 131 helpers, by top-p", HELPED(131, .vocab = 163840, .slices = 1320, .ways = BY_TOP_P)},
+    {"SAMPLE", "vocabulary 32,000, 5 helpers, many ties, by top-p", HELPED(5, .vocab = 32000, .slices = 264, .shape = FLAT, .ways = BY_TOP_P)},
+    {"SAMPLE", "vocabulary 50,304, 39 helpers, far apart, by top-p", HELPED(39, .vocab = 50304, .slices = 400, .shape = FAR_APART, .ways = BY_TOP_P)},
+    {"SAMPLE", "vocabulary 163,840, 131 helpers, few", HELPED(131, .vocab = 163840, .slices = 1320, .ways = BY_FEW)},
     {"SAMPLE", "vocabulary 32,000 in 264 slices, few", S(.vocab = 32000, .slices = 264, .ways = BY_FEW)},
-    {"SAMPLE", "vocabulary 32,000, 5 helpers, on a grid and beside it, few", sample_make, sample_feed, &(const sample_arg){.vocab = 32000, .slices = 264, .shape = ON_A_GRID, .helpers = 5, .ways = BY_FEW}, 6},
-    {"SAMPLE", "vocabulary 151,936, 7 helpers, many ties", sample_make, sample_feed, &(const sample_arg){.vocab = 151936, .slices = 1200, .shape = FLAT, .helpers = 7}, 8},
-    {"SAMPLE", "vocabulary 163,840, 131 helpers, on a grid and beside it", sample_make, sample_feed, &(const sample_arg){.vocab = 163840, .slices = 1320, .shape = ON_A_GRID, .helpers = 131}, 132},
-    {"SAMPLE", "vocabulary 20,011, 12 helpers, on a grid and beside it", sample_make, sample_feed, &(const sample_arg){.vocab = 20011, .slices = 160, .shape = ON_A_GRID, .helpers = 12}, 13},
-    {"SAMPLE", "vocabulary 129,280, 131 helpers, close together", sample_make, sample_feed, &(const sample_arg){.vocab = 129280, .slices = 1056, .shape = CLOSE, .helpers = 131}, 132},
-    {"SAMPLE", "vocabulary 32,000, 15 helpers, about 0", sample_make, sample_feed, &(const sample_arg){.vocab = 32000, .slices = 264, .shape = ABOUT_0, .helpers = 15}, 16},
-    {"SAMPLE", "vocabulary 50,304, 39 helpers, far apart", sample_make, sample_feed, &(const sample_arg){.vocab = 50304, .slices = 400, .shape = FAR_APART, .helpers = 39}, 40},
-    {"SAMPLE", "vocabulary 37, 63 helpers", sample_make, sample_feed, &(const sample_arg){.vocab = 37, .slices = 30, .helpers = 63}, 64},
+    {"SAMPLE", "vocabulary 32,000, 5 helpers, on a grid and beside it, few", HELPED(5, .vocab = 32000, .slices = 264, .shape = ON_A_GRID, .ways = BY_FEW)},
+    {"SAMPLE", "vocabulary 151,936, 7 helpers, many ties", HELPED(7, .vocab = 151936, .slices = 1200, .shape = FLAT)},
+    {"SAMPLE", "vocabulary 163,840, 131 helpers, on a grid and beside it", HELPED(131, .vocab = 163840, .slices = 1320, .shape = ON_A_GRID)},
+    {"SAMPLE", "vocabulary 20,011, 12 helpers, on a grid and beside it", HELPED(12, .vocab = 20011, .slices = 160, .shape = ON_A_GRID)},
+    {"SAMPLE", "vocabulary 129,280, 131 helpers, close together", HELPED(131, .vocab = 129280, .slices = 1056, .shape = CLOSE)},
+    {"SAMPLE", "vocabulary 32,000, 15 helpers, about 0", HELPED(15, .vocab = 32000, .slices = 264, .shape = ABOUT_0)},
+    {"SAMPLE", "vocabulary 50,304, 39 helpers, far apart", HELPED(39, .vocab = 50304, .slices = 400, .shape = FAR_APART)},
+    {"SAMPLE", "vocabulary 37, 63 helpers", HELPED(63, .vocab = 37, .slices = 30)},
     {0},
 };
 
