@@ -1,4 +1,4 @@
-/* Where the threads of DELTA_STEP find their values in a step of one row: the host says it by warps, in words that host and device read alike. */
+/* Where the threads of DELTA_STEP find their values: the host says it by the warps of a step of one row, in words that host and device read alike. */
 #ifndef MK_DELTA_PLACES_CUH
 #define MK_DELTA_PLACES_CUH
 

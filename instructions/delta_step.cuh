@@ -1,7 +1,7 @@
 /* DELTA_STEP on the device. Semantics: delta_step.c; in memory the delta rule's state is [dv][dk] here.
  * First a thread has a channel: a warp 32 of q or k, then 32 of whatever else the item takes. What comes from memory is asked for before anything is waited for: packets,
  * the convolution's inputs and weights, and the four columns of the state that a warp has in registers from then on, its lanes four key channels each. The norms
- * of q and k are sums beside those of the columns, so that one barrier is enough before them.
+ * of q and k of one row are sums beside those of the columns, so that one barrier is enough before them.
  * f and z of a low rank are products on tensor cores, 16 rows of weights a warp, all rows of the step as columns; the weights come from the tape by plain loads: the
  * controller has had them brought to L2. */
 #ifndef MK_DELTA_STEP_CUH
@@ -24,7 +24,8 @@ typedef struct mk_delta_row {
     float a[MK_DELTA_DK]; /* decay factors; MK_DECAY_HEAD: a[0] */
     float z[MK_DELTA_DV]; /* o_norm * gate */
     float o[MK_DELTA_DV];
-    float beta, pad[3];
+    alignas(16) float beta;
+    float rk, rq, both; /* several rows: 1 / |k|, 128^-1/2 / |q|, q'k times these */
     /* low rank: the inputs of f and those of z as 16-bit floats in eight blocks of 32, and what a block is to be multiplied by */
     uint16_t low[2 * MK_DELTA_RANK];
     alignas(16) float unscale[8];
@@ -39,11 +40,11 @@ MK_DEV bool mk_row_follows(const mk_step *step, uint32_t r)
     return r > 0 && before->slot == row->slot && before->state_write == row->state_read && before->pos + 1 == row->pos;
 }
 
-/* By the controller, when it feeds the instruction: where its values are in a step of one row, and the item's state, parameters and weights are on their way to L2 before the instruction begins. */
+/* By the controller, when it feeds the instruction: where its values are, and the item's state, parameters and weights are on their way to L2 before the instruction begins. */
 MK_DEV void mk_delta_ahead(const mk_gpu_args *a, const mk_step *step, mk_fed *f, uint32_t lane)
 {
     const mk_delta *e = &f->in.delta;
-    const bool places = step->nrows == 1 && f->plan.map && lane < sizeof f->delta / 16;
+    const bool places = f->plan.map && lane < sizeof f->delta / 16;
     const uint4 found = places ? __ldg((const uint4 *)(a->map + f->plan.map) + lane) : make_uint4(0, 0, 0, 0);
     const uint32_t params = mk_delta_params(e) * 4, state = (uint32_t)mk_delta_state_bytes(e);
 #pragma unroll 1
@@ -113,16 +114,24 @@ MK_DEV float mk_delta_gate(float x, float y)
     return __fmul_rn(x, mk_sigmoid(y));
 }
 /* e^(rate * softplus(x)). The hardware's functions are good to 1e-7 of 1; near a factor of 1, which is applied for thousands of tokens, what is taken away from it has
- * to be as good as that. */
-MK_DEV float mk_delta_decay(float x, float rate)
+ * to be as good as that. t: e^x; lg: log2(1 + t). */
+MK_DEV float mk_delta_log(float t)
 {
-    const float t = mk_exp_fast(x);
     float lg;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(lg) : "f"(__fadd_rn(1.0f, t)));
+    return lg;
+}
+MK_DEV float mk_delta_decay_of(float x, float t, float lg, float rate)
+{
     const float small = __fmul_rn(t, __fmaf_rn(t, __fmaf_rn(t, __fmaf_rn(t, -0.25f, 0.333333333f), -0.5f), 1.0f)); /* log(1 + t) */
     const float soft = x > 20.0f ? x : t < 0.03125f ? small : __fmul_rn(lg, 0.693147181f), g = __fmul_rn(rate, soft);
     const float near1 = __fmaf_rn(g, __fmaf_rn(g, __fmaf_rn(g, __fmaf_rn(g, 0.0416666667f, 0.166666667f), 0.5f), 1.0f), 1.0f);
     return g > -0.0625f ? near1 : mk_exp_fast(g);
+}
+MK_DEV float mk_delta_decay(float x, float rate)
+{
+    const float t = mk_exp_fast(x);
+    return mk_delta_decay_of(x, t, mk_delta_log(t), rate);
 }
 
 /* The last inputs of a channel before row r, where the row does not follow the one before it. */
@@ -132,28 +141,66 @@ MK_DEV float4 mk_delta_past(const mk_dev *d, const mk_delta *e, uint32_t r, uint
     if (row->flags & MK_ROW_FIRST) return make_float4(0, 0, 0, 0);
     return __ldcg((const float4 *)(d->a->state + row->state_read * d->a->state_slot_bytes + e->state_off) + channel);
 }
-/* Convolves a channel of all rows; `look` and `past` are of row 0, `to` is where its result goes. */
-MK_DEV void mk_delta_convolve(const mk_dev *d, const mk_delta *e, const mk_spot *spot, uint4 look, float4 w, float4 past, uint32_t channel, float *to)
+/* Rows of a step, a bit each. */
+typedef struct mk_delta_chains {
+    uint32_t nrows;
+    uint32_t follows; /* the state before it is at hand: mk_row_follows */
+    uint32_t leads;   /* its state is overwritten by the next one's */
+} mk_delta_chains;
+MK_DEV mk_delta_chains mk_delta_chains_of(const mk_step *step, uint32_t nrows, uint32_t lane)
 {
-    const uint32_t nrows = d->step->nrows;
+    const uint32_t r = min(lane, MK_MAX_ROWS - 1u);
+    const mk_row *row = &step->row[r], *before = row - (r > 0);
+    const bool follows = lane - 1 < nrows - 1 & before->slot == row->slot & before->state_write == row->state_read & before->pos + 1 == row->pos;
+    const mk_delta_chains c = {nrows, __ballot_sync(0xffffffffu, follows), __ballot_sync(0xffffffffu, follows & before->state_write == row->state_write) >> 1};
+    return c;
+}
+/* One stream's, and only the last leaves a state. */
+MK_DEV bool mk_delta_chains_one(const mk_delta_chains *c)
+{
+    return c->leads == (1u << (c->nrows - 1)) - 1;
+}
+/* The first row of the chain that row r is in. */
+MK_DEV uint32_t mk_delta_chain_begin(const mk_delta_chains *c, uint32_t r)
+{
+    return 31 - __clz((int)(~c->follows & ((2u << r) - 1)));
+}
+
+/* Convolves the thread's channel of q or k of all rows, whose inputs are x; past: before row 0. Rows of one stream, of which the last leaves the state, are worked out beside each other. */
+MK_DEV void mk_delta_convolve(const mk_dev *d, const mk_delta *e, const mk_delta_chains *c, const float (&x)[MK_MAX_ROWS], float4 w, float4 past, mk_delta_row *rows)
+{
+    constexpr uint32_t HALF = MK_MAX_ROWS / 2;
+    const uint32_t nrows = c->nrows;
+    const mk_row *const row = d->step->row;
+    uint8_t *const state = d->a->state + e->state_off;
+    if (__builtin_expect(mk_delta_chains_one(c), 1)) {
+#pragma unroll
+        for (uint32_t h = 0; h < MK_MAX_ROWS; h += HALF) {
+            if (h >= nrows) break;
+#pragma unroll
+            for (uint32_t r = h; r < h + HALF; r++) {
+                const bool has = r < nrows;
+                past = make_float4(has ? past.y : past.x, has ? past.z : past.y, has ? past.w : past.z, has ? x[r] : past.w);
+                const float y = mk_silu(mk_dot4(w, past));
+                if (has) rows[r].qk[d->tid] = y;
+            }
+        }
+        ((float4 *)(state + row[nrows - 1].state_write * d->a->state_slot_bytes))[d->tid] = past;
+        return;
+    }
+#pragma unroll
+    for (uint32_t r = 0; r < MK_MAX_ROWS; r++)
+        if (r < nrows) rows[r].qk[d->tid] = x[r];
 #pragma unroll 1
     for (uint32_t r = 0;;) {
-        const mk_row *row = &d->step->row[r];
-        uint4 q = look;
-        const bool more = r + 1 < nrows, loads = more && !mk_row_follows(d->step, r + 1);
+        const bool loads = r + 1 < nrows && !(c->follows >> (r + 1) & 1);
         float4 next = make_float4(0, 0, 0, 0);
-        if (more) look = mk_spot_look(spot, r + 1);
-        if (loads) next = mk_delta_past(d, e, r + 1, channel);
-        mk_spot_wait(spot, r, &q);
-        const float x = mk_spot_bf16(spot, q);
-        past = make_float4(past.y, past.z, past.w, x);
-        const float y = mk_dot4(w, past);
-        *to = mk_silu(y);
-        ((float4 *)(d->a->state + row->state_write * d->a->state_slot_bytes + e->state_off))[channel] = past;
-        if (!more) break;
+        if (loads) next = mk_delta_past(d, e, r + 1, d->tid);
+        past = make_float4(past.y, past.z, past.w, rows[r].qk[d->tid]);
+        rows[r].qk[d->tid] = mk_silu(mk_dot4(w, past));
+        if (!(c->leads >> r & 1)) ((float4 *)(state + row[r].state_write * d->a->state_slot_bytes))[d->tid] = past;
+        if (++r == nrows) break;
         if (loads) past = next;
-        to += sizeof(mk_delta_row) / 4;
-        r++;
     }
 }
 
@@ -184,15 +231,19 @@ template <uint32_t LOW> MK_DEV void mk_delta_take_input(const mk_dev *d, float x
         row->low[d->tid] = (uint16_t)mk_bf16_bits(x);
     }
 }
-template <uint32_t LOW> MK_DEV void mk_delta_inputs(const mk_dev *d, const mk_spot *spot, uint4 look, mk_delta_row *rows, uint32_t nrows)
+/* Of all rows: what is behind the last one is not taken. */
+template <uint32_t LOW> MK_DEV void mk_delta_take_inputs(const mk_dev *d, const float (&x)[MK_MAX_ROWS], mk_delta_row *rows, uint32_t nrows)
 {
-#pragma unroll 1
-    for (uint32_t r = 0;;) {
-        uint4 q = look;
-        if (r + 1 < nrows) look = mk_spot_look(spot, r + 1);
-        mk_spot_wait(spot, r, &q);
-        mk_delta_take_input<LOW>(d, mk_spot_bf16(spot, q), rows + r);
-        if (++r == nrows) break;
+    uint32_t top[MK_MAX_ROWS];
+#pragma unroll
+    for (uint32_t r = 0; r < MK_MAX_ROWS; r++) top[r] = LOW == MK_W_FP8 ? __reduce_max_sync(0xffffffffu, __float_as_uint(x[r]) >> 16 & 0x7fffu) : 0;
+#pragma unroll
+    for (uint32_t r = 0; r < MK_MAX_ROWS; r++) {
+        if (r == MK_MAX_ROWS / 2 && r >= nrows) break;
+        const mk_f16_shift shift = mk_f16_shift_of(top[r]);
+        const uint32_t bits = __float_as_uint(x[r]) >> 16;
+        if (r < nrows) rows[r].low[d->tid] = (uint16_t)(LOW == MK_W_FP8 ? mk_f16_pair_shifted(bits, shift.less) : bits);
+        if (LOW == MK_W_FP8 && r < nrows && d->lane == 0) rows[r].unscale[d->warp] = shift.inverse;
     }
 }
 /* A lane's weights of the tile of 16 rows that begins at row0 of a segment of `rows` rows. */
@@ -266,103 +317,7 @@ template <uint32_t LOW> MK_DEV const uint8_t *mk_delta_segment(const uint8_t *se
     scale[1] = __ldg((const float *)segment + (l->scale_k == 64));
     return segment + MK_LINE_BYTES; /* behind at most two scales */
 }
-/* Decays and gates of all rows; begun by the loads of the warp's first tile, of f. */
-template <uint32_t LOW> MK_DEV void mk_delta_low(const mk_dev *d, const mk_delta *e, const uint8_t *tape, const float *param, mk_delta_row *rows, uint4 *a, float *scale)
-{
-    const uint32_t nrows = d->step->nrows, lane = d->lane, tiles = (e->dv + 15) / 16, i = lane & 15;
-    const float rate = -mk_exp_fast(__ldg(param));
-#pragma unroll 1
-    for (uint32_t which = 0;; which++) {
-        const uint32_t n = which ? e->dv : MK_DELTA_DK, channel = 16 * d->warp + i;
-        const float p = channel < n ? __ldg(param + 1 + (which ? MK_DELTA_DK : 0) + channel) : 0;
-        float sum[4];
-        const mk_delta_open open = mk_delta_opened<LOW>(a);
-        mk_delta_product<LOW>(rows, nrows, which, lane, &open, scale, sum);
-        const bool more = !which && d->warp < tiles;
-        if (more) mk_delta_weights<LOW>(mk_delta_segment<LOW>(tape + mk_delta_segment_bytes(e, 0), &e->low[1], scale), e->dv, 16 * d->warp, lane, a);
-        float *to = (which ? rows->z : rows->a) + 16 * d->warp;
-        const uint32_t c = lane / 4, r0 = 2 * (lane & 3), stride = sizeof(mk_delta_row) / 4;
-        if (r0 < nrows) to[r0 * stride + c] = sum[0], to[r0 * stride + c + 8] = sum[2];
-        if (r0 + 1 < nrows) to[(r0 + 1) * stride + c] = sum[1], to[(r0 + 1) * stride + c + 8] = sum[3];
-        __syncwarp();
-#pragma unroll 1
-        for (uint32_t r = lane / 16; r < nrows; r += 2) {
-            float *at = to + r * stride + i;
-            const float x = *at;
-            *at = which ? __fmul_rn(p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : x, x)) : mk_delta_decay(x + p, rate);
-        }
-        __syncwarp();
-        if (!more) break;
-    }
-}
-
 /* ---- the instruction ------------------------------------------------------------------------------------------------- */
-
-/* All that the item takes, of all rows, into the staging area; and the state of row 0's first columns into s. By units of 32 values: 8 of q and k, one a warp, then
- * those of f, b, v and z; with a low rank 8 of its inputs, then b and v. */
-template <uint32_t LOW> MK_DEV void mk_delta_take(const mk_dev *d, const mk_delta *e, uint64_t matrix, mk_delta_row *rows, float4 *s)
-{
-    const uint32_t nrows = d->step->nrows, lane = d->lane, head = e->decay == MK_DECAY_HEAD, nf = LOW ? 0 : head ? 1 : MK_DELTA_DK / 32, nv = (e->dv + 31) / 32;
-    const uint32_t nz = LOW ? 0 : nv, units = MK_WARPS + nf + 1 + nv + nz, key = d->tid >= MK_DELTA_DK;
-    mk_spot input = {}; /* ptxas keeps alive, across all opcodes, what is not set on every path */
-    uint4 input_look = make_uint4(0, 0, 0, 0);
-    if (LOW) {
-        input = mk_spot_of(d, 1, (key ? e->z_off : e->f_off) + mk_delta_input(LOW == MK_W_FP8, d->warp & 3, lane), false);
-        input_look = mk_spot_look(&input, 0);
-    }
-    const float *const weight = d->a->param + e->param_off, *const param = weight + mk_delta_rate_at(e);
-    const mk_spot spot = mk_spot_of(d, 0, mk_delta_channel(e, d->tid), false);
-    const uint4 look = mk_spot_look(&spot, 0);
-    const float4 w = __ldg((const float4 *)weight + d->tid), past = mk_delta_past(d, e, 0, d->tid);
-#pragma unroll 1
-    for (uint32_t u = d->warp + MK_WARPS;; u += MK_WARPS) {
-        const bool is_f = u < MK_WARPS + nf, is_b = u == MK_WARPS + nf, is_v = !is_f && !is_b && u < units - nz;
-        const uint32_t i = (is_f ? u - MK_WARPS : is_b ? 0 : is_v ? u - (units - nz - nv) : u - (units - nz)) * 32 + lane;
-        const bool has = u < units && i < (is_f ? head ? 1 : MK_DELTA_DK : is_b ? 1 : e->dv);
-        mk_spot other = {};
-        uint4 first = make_uint4(0, 0, 0, 0);
-        float4 taps = make_float4(0, 0, 0, 0), before = taps;
-        float p = 0, rate = 0;
-        if (has) {
-            other = mk_spot_of(d, is_v ? 0 : is_b ? 2 : 1, (is_f ? e->f_off : is_b ? e->b_off : is_v ? e->v_off : e->z_off) + i, false);
-            first = mk_spot_look(&other, 0);
-            if (is_v) {
-                taps = __ldg((const float4 *)weight + 2 * MK_DELTA_DK + i);
-                before = mk_delta_past(d, e, 0, 2 * MK_DELTA_DK + i);
-            } else if (!is_b) {
-                p = __ldg(param + 1 + i + (is_f ? 0 : head ? 1 : MK_DELTA_DK));
-            }
-            if (is_f) rate = -mk_exp_fast(__ldg(param));
-        }
-        if (u < 2 * MK_WARPS) {
-#pragma unroll
-            for (int c = 0; c < MK_DELTA_COLS; c++) s[c] = mk_delta_load(d, e, matrix, 0, d->warp + c * MK_WARPS);
-            if (LOW) mk_delta_inputs<LOW>(d, &input, input_look, rows, nrows);
-            mk_delta_convolve(d, e, &spot, look, w, past, d->tid, rows->qk + d->tid);
-            __syncwarp();
-        }
-        if (has && is_v) mk_delta_convolve(d, e, &other, first, taps, before, 2 * MK_DELTA_DK + i, rows->v + i);
-        if (has && !is_v) {
-            float *to = is_f ? rows->a + i : is_b ? &rows->beta : rows->z + i;
-#pragma unroll 1
-            for (uint32_t r = 0;; to += sizeof(mk_delta_row) / 4) {
-                uint4 q = first;
-                if (r + 1 < nrows) first = mk_spot_look(&other, r + 1);
-                mk_spot_wait(&other, r, &q);
-                const float x = mk_spot_bf16(&other, q);
-                if (is_f) {
-                    *to = mk_delta_decay(x + p, rate);
-                } else {
-                    const float y = mk_delta_gate(is_b || e->gate == MK_GATE_SIGMOID ? 1.0f : x, x);
-                    *to = is_b ? y : p * y;
-                }
-                if (++r == nrows) break;
-            }
-        }
-        __syncwarp();
-        if (u + MK_WARPS >= units) break;
-    }
-}
 
 /* One warp publishes a row: the slice's values, then the trailer. */
 MK_DEV void mk_delta_publish(uint32_t lane, uint32_t dv, const mk_delta_row *x, uint4 *p, uint32_t epoch)
@@ -430,63 +385,6 @@ MK_DEV void mk_delta_update(const mk_delta_turn *t, float4 *s)
         s[c].z = __fmaf_rn(t->k.z, step, __fmul_rn(t->a.z, s[c].z));
         s[c].w = __fmaf_rn(t->k.w, step, __fmul_rn(t->a.w, s[c].w));
     }
-}
-
-template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
-{
-    const mk_dev here = mk_here(in), *d = &here;
-    const mk_delta *e = &in->delta;
-    const mk_places *place = &mk_fed_of(in)->place;
-    const mk_vec *out = &d->sh->vec[in->signal_vec];
-    const uint32_t dv = e->dv, nrows = d->step->nrows, lane = d->lane, head = e->decay == MK_DECAY_HEAD;
-    const uint64_t matrix = e->state_off + mk_delta_matrix_at(e);
-    mk_delta_row *rows = (mk_delta_row *)d->sh->staging;
-    float4 s[MK_DELTA_COLS] = {};
-    uint4 *const to = place->out + d->warp * out->nslice * out->slice_packets; /* of row `warp` */
-    const uint32_t epoch = place->out_epoch;
-    mk_staged_drop(d);
-    if (LOW) {
-        const uint8_t *tape = d->a->tape + mk_fed_of(in)->plan.tape;
-        uint4 a[MK_DELTA_LOADS(LOW)] = {};
-        float scale[2] = {1, 1};
-        mk_delta_take<LOW>(d, e, matrix, rows, s);
-        mk_delta_weights<LOW>(mk_delta_segment<LOW>(tape, &e->low[0], scale), MK_DELTA_DK, 16 * d->warp, lane, a);
-        mk_sync();
-        mk_delta_low<LOW>(d, e, tape, d->a->param + e->param_off + mk_delta_rate_at(e), rows, a, scale);
-    } else {
-        mk_delta_take<LOW>(d, e, matrix, rows, s);
-    }
-    mk_sync();
-    mk_trace_input(d);
-    mk_trace_bytes(d, nrows * MK_DELTA_DK * dv * 4);
-
-#pragma unroll 1
-    for (uint32_t v0 = d->warp; v0 < dv + d->warp; v0 += MK_DELTA_COLS * MK_WARPS)
-#pragma unroll 1
-        for (uint32_t r = 0; r < nrows; r++) {
-            const mk_row *row = &d->step->row[r];
-            mk_delta_row *x = rows + r;
-            if (r + v0 != d->warp && !mk_row_follows(d->step, r))
-#pragma unroll
-                for (int c = 0; c < MK_DELTA_COLS; c++) s[c] = mk_delta_load(d, e, matrix, r, v0 + c * MK_WARPS);
-            const uint32_t v = v0 + (lane / 4 & 3) * MK_WARPS;
-            const mk_delta_turn t = mk_delta_columns(x, head, v < dv ? v : 0, lane, s);
-            if ((lane & 19) == 16 && v < dv) x->o[v] = t.o;
-            if (r + 1 == nrows && v0 + MK_DELTA_COLS * MK_WARPS >= dv + d->warp) {
-                mk_sync();
-                mk_trace_publish(d);
-                if (d->warp < nrows) mk_delta_publish(lane, dv, rows + d->warp, to, epoch);
-            }
-            const mk_row *after = row + 1;
-            const bool leads = r + 1 < nrows && after->slot == row->slot && after->state_write == row->state_write && after->state_read == row->state_write &&
-                               after->pos == row->pos + 1;
-            float4 *keep = (float4 *)(d->a->state + row->state_write * d->a->state_slot_bytes + matrix) + v0 * (MK_DELTA_DK / 4) + lane;
-            mk_delta_update(&t, s);
-#pragma unroll
-            for (int c = 0; c < MK_DELTA_COLS; c++)
-                if (!leads && v0 + c * MK_WARPS < dv) keep[c * MK_WARPS * (MK_DELTA_DK / 4)] = s[c];
-        }
-    mk_sync();
 }
 
 /* ---- one row --------------------------------------------------------------------------------------------------------- */
@@ -665,6 +563,332 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
         if (last) break;
 #pragma unroll
         for (uint32_t c = 0; c < MK_DELTA_COLS; c++) s[c] = mk_delta_load(d, e, e->state_off + matrix, 0, v0 + (MK_DELTA_COLS + c) * MK_WARPS);
+    }
+    mk_sync();
+}
+
+/* ---- several rows ---------------------------------------------------------------------------------------------------- */
+
+/* A thread has its channel of q or k of all rows, whose packets it asks for together; of b, v and, without a low rank, f and z, which are few, warp r has row r's. v is convolved behind the barrier, by a
+ * warp's lanes for its four columns of all rows. Norms are made once a row, by a warp: only what the state takes part in is done row by row. */
+
+/* By all lanes: waits for the packets of `wanted`: a lane's of all rows, from `from` on, `step` apart; then others, at other(i). epoch(i), say(i, k, row, packet): of any, which row and packet of which wait it is. */
+template <uint32_t N, typename OTHER, typename EPOCH, typename SAY>
+MK_DEV void mk_delta_wait(uint4 (&q)[N], uint32_t wanted, const uint4 *from, uint32_t step, const OTHER &other, const EPOCH &epoch, const SAY &say)
+{
+    uint32_t looks = 0;
+    for (;;) {
+        uint32_t late = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) late |= q[i].w != epoch(i) ? wanted & 1u << i : 0;
+        if (!__any_sync(0xffffffffu, late)) break;
+        from = mk_keep_at(from); /* or every row's address is kept */
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) mk_packet_again(&q[i], i < MK_MAX_ROWS ? from + i * step : other(i), late & 1u << i);
+        if (++looks & 255u) continue;
+        uint32_t k = 0, row = 0, packet = 0, found = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++)
+            if (late & 1u << i) say(i, &k, &row, &packet), found = q[i].w;
+        if (__any_sync(0xffffffffu, late && !mk_still_waiting(looks, k, row, packet, found))) break;
+    }
+    mk_waited(looks);
+}
+
+/* Decays and gates of all rows out of the low rank's inputs. */
+template <uint32_t LOW>
+MK_DEV void mk_delta_gates(const mk_delta *e, mk_delta_row *rows, uint32_t nrows, uint32_t warp, uint32_t lane, mk_delta_tile<LOW> *tile, const mk_delta_tile<LOW> &z, bool has_z, float rate)
+{
+    const uint32_t c = lane / 4, r0 = 2 * (lane & 3);
+    uint32_t which = 0;
+#pragma unroll 1
+    do {
+        mk_keep(&which); /* or the two turns become two copies */
+        const mk_delta_open open = mk_delta_opened<LOW>(tile->a);
+        float sum[4];
+        mk_delta_product<LOW>(rows, nrows, which, lane, &open, tile->scale, sum);
+        const float p[2] = {__shfl_sync(0xffffffffu, tile->p, c), __shfl_sync(0xffffffffu, tile->p, c + 8)};
+        if (which) {
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) sum[i] = __fmul_rn(p[i / 2], mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : sum[i], sum[i]));
+        } else {
+            float t[4], lg[4];
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                sum[i] += p[i / 2];
+                t[i] = mk_exp_fast(sum[i]);
+                lg[i] = mk_delta_log(t[i]);
+                asm volatile("" : "+f"(t[i]), "+f"(lg[i])); /* else they are worked out where they are needed: four branches, one after the other */
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) sum[i] = mk_delta_decay_of(sum[i], t[i], lg[i], rate);
+        }
+        float *const to = (which ? rows[r0].z : rows[r0].a) + 16 * warp + c;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++)
+            if (r0 + (i & 1) < nrows) to[(i & 1) * (sizeof(mk_delta_row) / 4) + i / 2 * 8] = sum[i];
+        *tile = z;
+    } while (which++ < has_z);
+}
+
+/* The state that a row begins with. Of its stream's first token, which begins with zeros, what it is going to write: it is loaded all the same, because loads under a predicate wait for each other. */
+MK_DEV const uint8_t *mk_delta_from(const mk_dev *d, const mk_delta *e, const mk_row *row)
+{
+    return d->a->state + (row->flags & MK_ROW_FIRST ? row->state_write : row->state_read) * d->a->state_slot_bytes + e->state_off;
+}
+/* Asks for a warp's columns, from v0 on, of a row's state: of what is behind the last one, that one. */
+MK_DEV void mk_delta_ask_columns(const mk_dev *d, const mk_delta *e, const mk_row *row, uint32_t v0, float4 *s)
+{
+    const float4 *from = (const float4 *)(mk_delta_from(d, e, row) + mk_delta_matrix_at(e)) + d->lane;
+#pragma unroll
+    for (uint32_t c = 0; c < MK_DELTA_COLS; c++) s[c] = __ldcg(from + min(v0 + c * MK_WARPS, e->dv - 1u) * (MK_DELTA_DK / 4));
+}
+MK_DEV void mk_delta_begin(const mk_row *row, float4 *s, uint32_t n)
+{
+    if (row->flags & MK_ROW_FIRST)
+#pragma unroll
+        for (uint32_t i = 0; i < n; i++) s[i] = make_float4(0, 0, 0, 0);
+}
+
+/* What a lane convolves of v: row lane / 4, the warp's column lane % 4. */
+typedef struct mk_delta_value {
+    float4 taps, before; /* before: the row's chain */
+} mk_delta_value;
+MK_DEV void mk_delta_ask_value(const mk_dev *d, const mk_delta *e, const mk_delta_chains *c, uint32_t v0, mk_delta_value *t)
+{
+    const uint32_t i = 2 * MK_DELTA_DK + min(v0 + (d->lane & 3) * MK_WARPS, e->dv - 1u);
+    t->taps = __ldg((const float4 *)(d->a->param + e->param_off) + i);
+    t->before = __ldcg((const float4 *)mk_delta_from(d, e, &d->step->row[mk_delta_chain_begin(c, min(d->lane / 4, c->nrows - 1))]) + i);
+}
+MK_DEV float mk_delta_convolve_value(const mk_dev *d, const mk_delta *e, const mk_delta_chains *c, uint32_t v0, const mk_delta_value *t, const mk_delta_row *rows)
+{
+    const uint32_t r = d->lane / 4, v = v0 + (d->lane & 3) * MK_WARPS, back = r - mk_delta_chain_begin(c, r);
+    const float *x = rows[r].v + min(v, MK_DELTA_DV - 1u);
+    float4 b = t->before;
+    mk_delta_begin(&d->step->row[min(r - back, c->nrows - 1)], &b, 1);
+    float4 past;
+    past.w = *x;
+    past.z = back > 0 ? *(x - sizeof(mk_delta_row) / 4) : b.w;
+    past.y = back > 1 ? *(x - sizeof(mk_delta_row) / 4 * 2) : back > 0 ? b.w : b.z;
+    past.x = back > 2 ? *(x - sizeof(mk_delta_row) / 4 * 3) : back > 1 ? b.w : back > 0 ? b.z : b.y;
+    float4 *const keep = (float4 *)(d->a->state + d->step->row[min(r, c->nrows - 1)].state_write * d->a->state_slot_bytes + e->state_off) + 2 * MK_DELTA_DK + v;
+#pragma unroll 1
+    for (uint32_t i = mk_delta_chains_one(c) ? c->nrows - 1 : 0; i < c->nrows; i++) { /* in order: two rows may leave theirs in one place */
+        __syncwarp(); /* what was before is loaded, all of it */
+        if (r == i && v < e->dv && !(c->leads >> i & 1)) *keep = past;
+    }
+    return mk_silu(mk_dot4(t->taps, past)); /* of what there is not: something */
+}
+
+/* What a step of several rows takes by units that the packets asked for together leave out: of more than 32 value channels, and decays by channel. p: of f and z: dt_bias, o_norm. */
+template <uint32_t LOW> MK_DEV void mk_delta_take_rest(const mk_dev *d, const mk_delta *e, uint32_t r, float rate, bool head, mk_delta_row *x)
+{
+    const mk_places *place = &mk_fed_of(d->in)->place;
+    const uint32_t units = mk_delta_units(e, LOW != 0, head), nf = LOW ? 0 : head ? 1 : MK_DELTA_DK / 32, nv = (e->dv + 31u) / 32;
+#pragma unroll 1
+    for (uint32_t u = 0; u < units; u++) {
+        if ((head && u == 0) || u - nf < 2 || u == nf + 1 + nv) continue;
+        const mk_delta_unit t = mk_delta_unit_of(e, LOW != 0, head, u, units, d->lane, 0);
+        if (!t.has) continue;
+        const mk_vec *v = &d->sh->vec[d->in->wait[t.k].vec];
+        const uint32_t found = mk_spot_find(d, t.k, t.index);
+        const uint4 *from = place->in[t.k] + r * v->nslice * v->slice_packets + found / 8;
+        const float y = mk_found_bf16(found, mk_packet_get(from, mk_packet_load(from), place->epoch[t.k], t.k, r, found / 8));
+        const float p = t.is_v ? 0 : __ldg(d->a->param + e->param_off + mk_delta_rate_at(e) + 1 + (t.is_f ? t.i : t.i + mk_delta_decays(e)));
+        if (t.is_v)
+            x->v[t.i] = y;
+        else if (t.is_f)
+            x->a[t.i] = mk_delta_decay(y + p, rate);
+        else
+            x->z[t.i] = __fmul_rn(p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y));
+    }
+    __syncwarp();
+}
+
+/* Packets of a row that its warp takes beside those of all rows: one of b, by lane 1, and of the head's f, by lane 0; of the first 32 values of v, of z. */
+enum { MK_DELTA_FB, MK_DELTA_V, MK_DELTA_Z, MK_DELTA_OTHERS };
+
+template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
+{
+    constexpr uint32_t ROWS = MK_MAX_ROWS, OTHERS = LOW ? MK_DELTA_Z : MK_DELTA_OTHERS;
+    const mk_dev here = mk_here(in), *d = &here;
+    const mk_delta *e = &in->delta;
+    const mk_fed *f = mk_fed_of(in);
+    const mk_places *place = &f->place;
+    const uint32_t nrows = mk_uniform(d->step->nrows), warp = mk_uniform(d->warp), lane = d->lane, dv = mk_uniform(e->dv), nv = (dv + 31) / 32, all = (1u << nrows) - 1;
+    const bool head = !LOW && e->decay == MK_DECAY_HEAD, has_row = warp < nrows;
+    mk_delta_row *const rows = (mk_delta_row *)d->sh->staging;
+    mk_staged_drop(d);
+
+    /* where the thread's packets are; what words cannot say is searched for in one place, by way of what the rows leave of the staging area */
+    const auto packets = [&](uint32_t k) { return (uint32_t)d->sh->vec[in->wait[k].vec].slice_packets; };
+    const auto row_packets = [&](uint32_t k) { return d->sh->vec[in->wait[k].vec].nslice * packets(k); };
+    const bool is_f = head && lane == 0;
+    const uint32_t fb_k = is_f ? 1 : 2, b_unit = LOW ? 0 : head ? 1 : MK_DELTA_DK / 32;
+    const bool words = f->plan.map && b_unit + 1 + nv < MK_WARPS;
+    uint32_t *const searched = (uint32_t *)(rows + nrows) + d->tid;
+    static_assert(sizeof(mk_delta_row) * ROWS + 4 * MK_COMPUTE * (OTHERS + 2) <= MK_STAGING, "places beside the rows");
+    if (__builtin_expect(!words, 0)) {
+        const uint32_t i = min(lane, dv - 1);
+#pragma unroll 1
+        for (uint32_t j = 0; j < OTHERS + (LOW ? 2 : 1); j++) {
+            const bool fb = j == MK_DELTA_FB, v = j == MK_DELTA_V, z = j < OTHERS && !fb && !v, low = j > OTHERS;
+            const uint32_t index = fb ? is_f ? e->f_off : e->b_off : v ? e->v_off + i : z ? e->z_off + i : low ? mk_delta_input(LOW == MK_W_FP8, warp & 3, lane) + (warp < MK_WARPS / 2 ? e->f_off : e->z_off) : mk_delta_channel(e, d->tid);
+            searched[j * MK_COMPUTE] = mk_spot_find(d, fb ? fb_k : z || low ? 1 : 0, index);
+        }
+    }
+    const auto find = [&](uint32_t j, uint32_t what, uint32_t at, uint32_t i, uint32_t k) { return words ? mk_delta_found(f->delta.word[what][at], i, packets(k)) : searched[j * MK_COMPUTE]; };
+
+    /* everything is asked for before anything is waited for, but what there are no registers for while a low rank's inputs are under way, which come before the others */
+    const float *const weight = d->a->param + e->param_off, *const param = weight + mk_delta_rate_at(e);
+    mk_delta_tile<LOW> tile = {}, z = {}; /* ptxas keeps alive, across all opcodes, what is not set on every path */
+    const bool has_z = LOW && 16 * warp < dv;
+    float4 w, past, s[MK_DELTA_COLS];
+    mk_delta_value value;
+    mk_delta_chains chains, *const c = &chains;
+    float rate;
+    const mk_row *const first = &d->step->row[0];
+    const auto ask_states = [&]() {
+        w = __ldg((const float4 *)weight + d->tid);
+        past = __ldcg((const float4 *)mk_delta_from(d, e, first) + d->tid);
+        mk_delta_ask_value(d, e, c, warp, &value);
+        mk_delta_ask_columns(d, e, first, warp, s);
+    };
+    if constexpr (LOW != 0) {
+        const uint32_t input = find(OTHERS + 1, MK_DELTA_LOW, warp, mk_delta_input(LOW == MK_W_FP8, 0, lane), 1), step = row_packets(1);
+        const uint4 *const from = place->in[1] + input / 8;
+        uint4 q[ROWS];
+        float x[ROWS];
+#pragma unroll
+        for (uint32_t r = 0; r < ROWS; r++) {
+            q[r] = make_uint4(0, 0, 0, 0);
+            mk_packet_again(&q[r], from + r * step, all & 1u << r);
+        }
+        const uint8_t *tape = d->a->tape + f->plan.tape;
+        mk_delta_ask<LOW>(e, 0, tape, param, warp, lane, &tile);
+        if (has_z) mk_delta_ask<LOW>(e, 1, tape, param, warp, lane, &z);
+        rate = __ldg(param);
+        chains = mk_delta_chains_of(d->step, nrows, lane);
+        mk_delta_wait(q, all, from, step, [&](uint32_t) { return from; }, [&](uint32_t) { return place->epoch[1]; },
+                      [&](uint32_t i, uint32_t *k, uint32_t *r, uint32_t *packet) { *k = 1, *r = i, *packet = input / 8; });
+#pragma unroll
+        for (uint32_t r = 0; r < ROWS; r++) x[r] = mk_found_bf16(input, q[r]);
+        ask_states();
+        mk_delta_take_inputs<LOW>(d, x, rows, nrows);
+        mk_sync();
+        mk_delta_gates<LOW>(e, rows, nrows, warp, lane, &tile, z, has_z, -mk_exp_fast(rate));
+    }
+    const uint32_t own = find(OTHERS, MK_DELTA_OWN, warp, lane, 0), own_step = row_packets(0);
+    const uint4 *const own_at = place->in[0] + own / 8, *other_at[OTHERS];
+    uint4 q[ROWS + OTHERS];
+    uint32_t other[OTHERS], wanted = all;
+#pragma unroll
+    for (uint32_t r = 0; r < ROWS; r++) {
+        q[r] = make_uint4(0, 0, 0, 0);
+        mk_packet_again(&q[r], own_at + r * own_step, all & 1u << r);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < OTHERS; j++) {
+        const bool fb = j == MK_DELTA_FB;
+        const uint32_t k = fb ? fb_k : j == MK_DELTA_V ? 0 : 1;
+        const bool has = has_row && (fb ? is_f || lane == 1 : lane < dv);
+        other[j] = find(j, MK_DELTA_UNIT, fb ? is_f ? 0 : b_unit : j == MK_DELTA_V ? b_unit + 1 : b_unit + 1 + nv, fb ? 0 : lane, k);
+        other_at[j] = place->in[k] + warp * row_packets(k) + other[j] / 8;
+        q[ROWS + j] = make_uint4(0, 0, 0, 0);
+        mk_packet_again(&q[ROWS + j], other_at[j], has);
+        wanted |= (has ? 1u : 0) << (ROWS + j);
+    }
+    float bias = 0, norm = 0;
+    if (!LOW) {
+        rate = __ldg(param), bias = __ldg(param + 1), norm = __ldg(param + 1 + mk_delta_decays(e) + min(lane, dv - 1));
+        chains = mk_delta_chains_of(d->step, nrows, lane);
+        ask_states();
+    }
+
+    mk_delta_wait(q, wanted, own_at, own_step, [&](uint32_t i) { return other_at[i - ROWS]; },
+                  [&](uint32_t i) { return place->epoch[i == ROWS + MK_DELTA_FB ? fb_k : i > ROWS + MK_DELTA_V ? 1 : 0]; },
+                  [&](uint32_t i, uint32_t *k, uint32_t *r, uint32_t *packet) {
+                      *k = i == ROWS + MK_DELTA_FB ? fb_k : i > ROWS + MK_DELTA_V ? 1 : 0, *r = i < ROWS ? i : warp, *packet = (i < ROWS ? own : other[i - ROWS]) / 8;
+                  });
+    if (has_row) {
+        mk_delta_row *const x = rows + warp;
+        const float y = mk_found_bf16(other[MK_DELTA_FB], q[ROWS + MK_DELTA_FB]);
+        if (lane == 1) x->beta = mk_delta_gate(1.0f, y);
+        if (lane < dv) x->v[lane] = mk_found_bf16(other[MK_DELTA_V], q[ROWS + MK_DELTA_V]); /* not convolved yet */
+        rate = -mk_exp_fast(rate);
+        if (!LOW) {
+            const float t = mk_found_bf16(other[OTHERS - 1], q[ROWS + OTHERS - 1]);
+            if (lane < dv) x->z[lane] = __fmul_rn(norm, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : t, t));
+            const float a = mk_delta_decay(__shfl_sync(0xffffffffu, y, 0) + bias, rate);
+            if (head) ((float4 *)x->a)[lane] = make_float4(a, a, a, a);
+        }
+        if (nv > 1 || (!LOW && !head)) mk_delta_take_rest<LOW>(d, e, warp, rate, head, x);
+    }
+    float x[ROWS];
+#pragma unroll
+    for (uint32_t r = 0; r < ROWS; r++) x[r] = mk_found_bf16(own, q[r]);
+    mk_delta_begin(first, &past, 1);
+    mk_delta_convolve(d, e, c, x, w, past, rows);
+    mk_sync();
+    mk_trace_input(d);
+    mk_trace_bytes(d, nrows * MK_DELTA_DK * dv * 4);
+
+    if (has_row) {
+        mk_delta_row *const own_row = rows + warp;
+        const mk_delta_norms n = mk_delta_norms_of(((const float4 *)own_row->qk)[lane], ((const float4 *)own_row->qk)[MK_DELTA_DK / 4 + lane], lane);
+        if (lane == 0) own_row->rk = n.rk, own_row->rq = n.rq, own_row->both = __fmul_rn(__fmul_rn(n.qk, n.rq), n.rk);
+    }
+    float y = mk_delta_convolve_value(d, e, c, warp, &value, rows);
+    mk_delta_begin(first, s, MK_DELTA_COLS);
+    mk_sync();
+
+    const mk_vec *out = &d->sh->vec[in->signal_vec];
+    uint4 *const to = place->out + warp * out->nslice * out->slice_packets; /* of row `warp` */
+    const uint32_t epoch = place->out_epoch, passes = mk_uniform((dv + MK_DELTA_COLS * MK_WARPS - 1) / (MK_DELTA_COLS * MK_WARPS));
+#pragma unroll 1
+    for (uint32_t pass = 0;;) {
+        const uint32_t v0 = warp + pass * MK_DELTA_COLS * MK_WARPS, v = v0 + (lane / 4 & 3) * MK_WARPS;
+        const float4 *next = (const float4 *)rows->qk + lane;
+        float4 q = next[0], k = next[MK_DELTA_DK / 4], a = *(const float4 *)(rows->a + 4 * lane), ka = mk_mul4(k, a), qa = mk_mul4(q, a);
+#pragma unroll 1
+        for (uint32_t r = 0;;) {
+            mk_delta_row *const x = rows + r, *const after = rows + min(r + 1, nrows - 1);
+            if ((r | pass) && !(c->follows >> r & 1)) {
+                mk_delta_ask_columns(d, e, &d->step->row[r], v0, s);
+                mk_delta_begin(&d->step->row[r], s, MK_DELTA_COLS);
+            }
+            const float4 by = *(const float4 *)&x->beta, next_q = ((const float4 *)after->qk)[lane], next_k = ((const float4 *)after->qk)[MK_DELTA_DK / 4 + lane], next_a = ((const float4 *)after->a)[lane];
+            const float own_y = __shfl_sync(0xffffffffu, y, 4 * r + (lane / 4 & 3));
+            float dot[2 * MK_DELTA_COLS];
+#pragma unroll
+            for (int i = 0; i < MK_DELTA_COLS; i++) {
+                dot[i] = mk_dot4(ka, s[i]);
+                dot[MK_DELTA_COLS + i] = mk_dot4(qa, s[i]);
+            }
+            const float sum = mk_warp_eight(dot, lane); /* as in mk_delta_columns */
+            mk_delta_turn t = {k, a, by.y, __fmul_rn(by.x, __fmaf_rn(-by.y, sum, own_y)), 0};
+            t.o = __fmaf_rn(by.w, __shfl_sync(0xffffffffu, t.delta, lane & 15), __fmul_rn(by.z, sum));
+            if ((lane & 19) == 16 && v < dv) x->o[v] = t.o;
+            const bool last = r + 1 == nrows;
+            if (last && pass + 1 == passes) {
+                mk_sync();
+                mk_trace_publish(d);
+                if (has_row) mk_delta_publish(lane, dv, rows + warp, to, epoch);
+            }
+            mk_delta_update(&t, s);
+            if (!(c->leads >> r & 1)) {
+                float4 *const keep = (float4 *)(d->a->state + d->step->row[r].state_write * d->a->state_slot_bytes + e->state_off + mk_delta_matrix_at(e)) + v0 * (MK_DELTA_DK / 4) + lane;
+#pragma unroll
+                for (uint32_t i = 0; i < MK_DELTA_COLS; i++)
+                    if (v0 + i * MK_WARPS < dv) keep[i * MK_WARPS * (MK_DELTA_DK / 4)] = s[i];
+            }
+            if (last) break;
+            k = next_k, a = next_a, ka = mk_mul4(k, a), qa = mk_mul4(next_q, a);
+            r++;
+        }
+        if (++pass == passes) break;
+        mk_delta_ask_value(d, e, c, warp + pass * MK_DELTA_COLS * MK_WARPS, &value);
+        y = mk_delta_convolve_value(d, e, c, warp + pass * MK_DELTA_COLS * MK_WARPS, &value, rows);
     }
     mk_sync();
 }
