@@ -99,7 +99,7 @@ MK_DEV void mk_f16_eight(uint32_t at, uint32_t less)
 /* Slices that are alike are dealt: a warp takes a group of packets, which holds whole K blocks (mk_deal, program.h), so that a lane knows by arithmetic what its packets
  * carry. One row is gathered in one pass then: its values stay in registers until the warp knows their largest, and are stored as they are staged, in order; those of a
  * longer vector are stored as they come, and the warp goes over its own once more. Several rows are gathered likewise, some rows at a time (mk_gather_some), or a part of all rows where they
- * do not fit whole (mk_gather_part). Where slices are not alike (and of an RMS norm that does not fit whole, and of three planes) a thread takes the same packet of every row, whose
+ * do not fit whole (mk_gather_part). Where slices are not alike (and of an RMS norm that does not fit whole) a thread takes the same packet of every row, whose
  * values' places it looks up once in the host's map, and stages them as bf16; where the form is f16 a second pass multiplies them by the powers of two, after a barrier.
  * A packet has the same warp, and where squares are added the same thread and turn, however many rows there are and whatever the chunks: so they are added in one order, and a value meets one
  * power of two.
@@ -256,7 +256,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *p = &f->plan;
     const mk_hands g = p->hands;
-    const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + p->beside, behind = staged + mk_staged_bytes(k, FORM), plane = mk_row_stride(k);
+    const uint32_t k = p->x.k, staged = mk_smem(sh->staging) + p->beside, behind = staged + mk_row_stride(k);
     const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<F32>(g);
     const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
@@ -298,17 +298,13 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
                 sum = __fmaf_rn(y[i], y[i], sum);
                 y[i] = __fmul_rn(y[i], by[i]);
             }
-#pragma unroll
-            for (uint32_t l = 0; l < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); l++) {
-                const uint32_t a = mk_bf16_pair(y[0], y[1]), b = mk_bf16_pair(y[2], 0);
-                if (FP8) {
-                    q[j].x = a, q[j].y = b;
-                    continue;
-                }
-                if (has && mine[0]) mk_sts16(to + l * plane, a);
-                if (has && mine[0] >> 16) mk_sts16(to + l * plane + 2, a >> 16);
-                if (has && mine[1]) mk_sts16(to + l * plane + 4, b);
-                y[0] -= __uint_as_float(a << 16), y[1] -= __uint_as_float(a & 0xffff0000u), y[2] -= __uint_as_float(b << 16);
+            const uint32_t a = mk_bf16_pair(y[0], y[1]), b = mk_bf16_pair(y[2], 0);
+            if (FP8) {
+                q[j].x = a, q[j].y = b;
+            } else {
+                if (has && mine[0]) mk_sts16(to, a);
+                if (has && mine[0] >> 16) mk_sts16(to + 2, a >> 16);
+                if (has && mine[1]) mk_sts16(to + 4, b);
             }
         } else {
             uint32_t w[3] = {q[j].x, q[j].y, q[j].z};
@@ -485,7 +481,6 @@ template <uint32_t LOADS> MK_DEV uint32_t mk_take_along(const mk_dev *d, const m
 template <bool F32, uint32_t FORM, uint32_t LOADS> MK_DEV void mk_take_long(const mk_dev *d, const mk_insn *in, uint32_t parity)
 {
     constexpr uint32_t ALONG = !F32 && LOADS > 8 ? LOADS / 4 * 3 : 0; /* turns, where slices leave lanes free in every one of LOADS */
-    static_assert(FORM != MK_X_F32, "values are staged as bf16");
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
     const mk_plan *p = &f->plan;
@@ -551,7 +546,7 @@ MK_DEV uint32_t mk_gather_rms(const mk_insn *in)
 }
 MK_DEV bool mk_is_whole(const mk_plan *p, uint32_t nrows)
 {
-    return mk_staged_bytes(p->x.k, p->x.form) * nrows <= MK_STAGING;
+    return mk_row_stride(p->x.k) * nrows <= MK_STAGING;
 }
 /* Waits for packet p of all rows, of which q are earlier looks. While they are late one of them alone is looked at again and again: 132 workers would ask for
  * 32 KB each. */
@@ -593,7 +588,7 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
     const mk_wait *wait = &in->wait[0];
     const mk_vec *v = &sh->vec[wait->vec];
     const uint32_t row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0], nrows = d->step->nrows, k = plan->x.k, off = plan->x.in_off;
-    const uint32_t staged = mk_smem(sh->staging), stride = mk_row_stride(n), plane = nrows * stride, *map = sh->args.map + plan->map;
+    const uint32_t staged = mk_smem(sh->staging), stride = mk_row_stride(n), *map = sh->args.map + plan->map;
     const float *gamma = sh->args.param + plan->x.param_off;
     const uint4 *base = f->place.in[0];
     const bool heads = !RMS && plan->x.prologue == MK_PRO_HEADNORM;
@@ -689,12 +684,7 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
                         }
                         if (FORM == MK_X_F16) top[r] = max(top[r], mk_bf16_bits(y) & 0x7fffu);
                         if (!stage) continue;
-#pragma unroll
-                        for (uint32_t i = 0; i < (FORM == MK_X_F32 ? MK_PLANES_F32 : 1); i++) {
-                            const uint32_t b = mk_bf16_bits(y);
-                            if (mk_minds(to[e], nowhere)) mk_sts16(to[e] + row + i * plane, b);
-                            y -= mk_bf16_value(b);
-                        }
+                        if (mk_minds(to[e], nowhere)) mk_sts16(to[e] + row, mk_bf16_bits(y));
                     }
                 }
             }
@@ -716,7 +706,7 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
         look = false;
     }
 
-    if (d->tid < nrows * (FORM == MK_X_F32 ? MK_PLANES_F32 : 1)) mk_stage_pad(staged + d->tid * stride, n);
+    if (d->tid < nrows) mk_stage_pad(staged + d->tid * stride, n);
     if (FORM != MK_X_F16 && !heads) return;
     mk_sync();
     if (heads && !again) {
@@ -749,13 +739,17 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
     }
 }
 
-/* Waits for packets of some rows, of which q are earlier looks: the lane's packet of row r in its turn j is q[r * T + j], if that bit of `wanted` is set. While some are late a lane looks at the last of
+/* Waits for packets of some rows, of which q are earlier looks: the lane's packet of row r in its turn j is q[r * T + j], if that bit of `wanted` is set; if not, its epoch is
+ * that one, too. While some are late a lane looks at the last of
  * its own alone, again and again: 132 workers would ask for 32 KB each. from: packet packet0 of row row0. */
 template <uint32_t T, uint32_t N>
 MK_DEV void mk_some_wait(const uint4 *from, uint32_t row_packets, const mk_turns &turns, uint32_t wanted, uint32_t epoch, uint32_t row0, uint32_t packet0, uint4 (&q)[N])
 {
-    uint32_t looks = 0;
+    uint32_t looks = 0, any = 0;
     bool more = true;
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++) any |= q[i].w ^ epoch;
+    if (!__any_sync(0xffffffffu, any)) return; /* mostly, but for the first turn */
     do {
         uint32_t late = 0;
 #pragma unroll
@@ -779,7 +773,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
 {
     constexpr uint32_t T = MK_LOADS_OF(F32, PRO), N = 8, R = N / T, WORDS = F32 ? 2 : 3;
     constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS, HEADS = PRO == MK_ONE_HEADS;
-    static_assert(T * R == N && FORM != MK_X_F32, "whole rows");
+    static_assert(T * R == N, "whole rows");
     const mk_dev here = mk_here(in), *d = &here;
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
@@ -818,7 +812,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
     uint32_t wanted = wanted_of(0), to_row = to0;
 #pragma unroll
     for (uint32_t i = 0; i < N; i++) {
-        q[i] = make_uint4(0, 0, 0, 0);
+        q[i] = make_uint4(0, 0, 0, epoch);
         mk_packet_again(&q[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), wanted & 1u << i);
     }
     if (HEADS) mk_sync(); /* nobody reads the reduction area any more */
@@ -830,7 +824,7 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
         wanted = wanted_of(row0 + R);
 #pragma unroll
         for (uint32_t i = 0; i < N; i++) {
-            next[i] = make_uint4(0, 0, 0, 0);
+            next[i] = make_uint4(0, 0, 0, epoch);
             mk_packet_again(&next[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), wanted & 1u << i);
         }
 #pragma unroll
@@ -895,8 +889,8 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
         for (uint32_t i = 0; i < N; i++) q[i] = next[i];
     }
 }
-/* Stages values [c0, c0 + n) of such a vector of bf16 without an RMS norm, a lane's packet of all rows at a time. again: it is not the vector's first part, of which all of it has been looked
- * at for what no part can say: largest values and norms of heads. No barrier behind it yet. */
+/* Stages values [c0, c0 + n) of such a vector of bf16 without an RMS norm, a lane's packet of all rows at a time. again: it is not the vector's first part, with which all of it is looked at for
+ * what no part can say: largest values and norms of heads; the first part is staged as it comes then, and its values become f16 where they lie. No barrier behind it yet. */
 template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
@@ -912,70 +906,67 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
     const mk_turns turns = mk_turns_of<false>(g);
     const uint32_t group0 = d->warp * g.values, per_head = mk_small_quot(g.values, g.slice), heads = mk_small_quot(p->x.k, g.values), rows = (1u << nrows) - 1, word = HEADS ? mk_trailer_word(g) : 0;
     float *const trailer = sh->red; /* [row][slice of its head][head] */
-    uint32_t less[N] = {};
-
-#pragma unroll 1
-    for (bool look = !again && (FP8 || HEADS);; look = false) {
-        const uint32_t begin = look ? 0 : c0, end = look ? p->x.k : c0 + n;
-        uint32_t at = group0, packet = p->skip + d->warp * g.packets + d->lane, top[N] = {}; /* at: the group's first value */
-        for (; at + g.values <= begin; at += turns.values[0]) packet += turns.packets[0];
-        if (FP8 && !look)
+    const bool look = !again && (FP8 || HEADS);
+    const uint32_t begin = look ? 0 : c0, end = look ? p->x.k : c0 + n;
+    uint32_t at = group0, packet = p->skip + d->warp * g.packets + d->lane, of_row[N] = {}; /* at: the group's first value; of_row: largest magnitudes so far where it looks, else mk_f16_shift.less */
+    for (; at + g.values <= begin; at += turns.values[0]) packet += turns.packets[0];
+    if (FP8 && !look)
 #pragma unroll
-            for (uint32_t r = 0; r < N; r++) less[r] = mk_f16_shift_of(sh->top[r][d->warp]).less;
-        const auto wanted_of = [&](uint32_t first) { /* rows of the lane's packet of the group that begins there */
-            const uint32_t x = first + h.value;
-            return first < end && h.any && ((look && HEADS) || (h.count && x < end && x + h.count > begin)) ? rows : 0;
-        };
-        uint4 q[N];
-        uint32_t wanted = wanted_of(at);
-        const uint4 *from = mk_keep_at(f->place.in[0] + packet);
+        for (uint32_t r = 0; r < N; r++) of_row[r] = mk_f16_shift_of(sh->top[r][d->warp]).less;
+    const auto wanted_of = [&](uint32_t first) { /* rows of the lane's packet of the group that begins there */
+        const uint32_t x = first + h.value;
+        return first < end && h.any && ((look && HEADS) || (h.count && x < end && x + h.count > begin)) ? rows : 0;
+    };
+    uint4 q[N];
+    uint32_t wanted = wanted_of(at);
+    const uint4 *from = mk_keep_at(f->place.in[0] + packet);
+#pragma unroll
+    for (uint32_t r = 0; r < N; r++) {
+        q[r] = make_uint4(0, 0, 0, epoch);
+        mk_packet_again(&q[r], from + r * row_packets, wanted & 1u << r);
+    }
+    if (HEADS && look) mk_sync(); /* nobody reads the reduction area any more */
+#pragma unroll 1
+    while (at < end) {
+        const uint32_t here_p = packet, x = at + h.value, to = staged + 2 * (x - c0); /* wraps */
+        const bool has = wanted;
+        mk_some_wait<1>(from, row_packets, turns, wanted, epoch, 0, here_p, q);
+        at += turns.values[0], packet += turns.packets[0];
+        wanted = wanted_of(at);
+        from = mk_keep_at(f->place.in[0] + packet);
+        uint4 next[N];
 #pragma unroll
         for (uint32_t r = 0; r < N; r++) {
-            q[r] = make_uint4(0, 0, 0, 0);
-            mk_packet_again(&q[r], from + r * row_packets, wanted & 1u << r);
+            next[r] = make_uint4(0, 0, 0, epoch);
+            mk_packet_again(&next[r], from + r * row_packets, wanted & 1u << r);
         }
-        if (HEADS && look) mk_sync(); /* nobody reads the reduction area any more */
-#pragma unroll 1
-        while (at < end) {
-            const uint32_t here_p = packet, x = at + h.value, to = staged + 2 * (x - c0); /* wraps */
-            const bool has = wanted;
-            mk_some_wait<1>(from, row_packets, turns, wanted, epoch, 0, here_p, q);
-            at += turns.values[0], packet += turns.packets[0];
-            wanted = wanted_of(at);
-            from = mk_keep_at(f->place.in[0] + packet);
-            uint4 next[N];
+        bool any[3], mine[3]; /* words of the packet: of all, of the part */
 #pragma unroll
-            for (uint32_t r = 0; r < N; r++) {
-                next[r] = make_uint4(0, 0, 0, 0);
-                mk_packet_again(&next[r], from + r * row_packets, wanted & 1u << r);
-            }
-            bool mine[3];
-#pragma unroll
-            for (uint32_t i = 0; i < 3; i++) mine[i] = has && 2 * i < h.count && x + 2 * i >= begin && x + 2 * i < end;
-#pragma unroll
-            for (uint32_t r = 0; r < N; r++) {
-                if (r >= nrows) break;
-                const uint32_t w[3] = {q[r].x, q[r].y, q[r].z};
-                if (look) {
-                    if (HEADS && has && h.trailer) trailer[(r * per_head + h.slice) * heads + mk_small_quot(x - h.value, g.values)] = __uint_as_float(mk_packet_word(q[r], word));
-                    if (FP8)
-#pragma unroll
-                        for (uint32_t i = 0; i < 3; i++) top[r] = __vmaxu2(top[r], mine[i] ? mk_magnitudes(w[i]) : 0);
-                    continue;
-                }
-#pragma unroll
-                for (uint32_t i = 0; i < 3; i++)
-                    if (mine[i]) mk_sts32(to + r * stride + 4 * i, FP8 ? mk_f16_pair_shifted(w[i], less[r]) : w[i]);
-            }
-#pragma unroll
-            for (uint32_t r = 0; r < N; r++) q[r] = next[r];
+        for (uint32_t i = 0; i < 3; i++) {
+            any[i] = has && 2 * i < h.count && x + 2 * i < end;
+            mine[i] = any[i] && x + 2 * i >= c0 && x + 2 * i < c0 + n;
         }
-        __syncwarp();
-        if (!look) break;
+#pragma unroll
+        for (uint32_t r = 0; r < N; r++) {
+            if (r >= nrows) break;
+            const uint32_t w[3] = {q[r].x, q[r].y, q[r].z};
+            if (HEADS && look && has && h.trailer) trailer[(r * per_head + h.slice) * heads + mk_small_quot(x - h.value, g.values)] = __uint_as_float(mk_packet_word(q[r], word));
+            if (FP8 && look)
+#pragma unroll
+                for (uint32_t i = 0; i < 3; i++) of_row[r] = __vmaxu2(of_row[r], any[i] ? mk_magnitudes(w[i]) : 0);
+#pragma unroll
+            for (uint32_t i = 0; i < 3; i++)
+                if (mine[i]) mk_sts32(to + r * stride + 4 * i, FP8 && !look ? mk_f16_pair_shifted(w[i], of_row[r]) : w[i]);
+        }
+#pragma unroll
+        for (uint32_t r = 0; r < N; r++) q[r] = next[r];
+    }
+    __syncwarp();
+    if (look) {
         if (FP8)
 #pragma unroll
             for (uint32_t r = 0; r < N; r++)
-                if (r < nrows) mk_row_top(d, r, mk_top_of(top[r]));
+                if (r < nrows) mk_row_top(d, r, mk_top_of(of_row[r]));
         if (HEADS) {
             const uint32_t head = d->warp + d->lane * MK_WARPS;
 #pragma unroll 1
@@ -988,8 +979,16 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
         }
         __syncwarp();
     }
-    if (FP8) { /* a lane a group, for its K blocks of the part */
-        const uint32_t group = d->warp + d->lane * MK_WARPS, first = group * g.values;
+    if (FP8) {
+        const uint32_t eights = g.values / 8;
+#pragma unroll 1
+        for (uint32_t first = group0; look && first < c0 + n; first += turns.values[0]) /* all of it is whole K blocks */
+#pragma unroll 2
+            for (uint32_t i = d->lane; i < nrows * eights; i += 32) {
+                const uint32_t r = mk_small_quot(i, eights), x = first + (i - r * eights) * 8;
+                if (x >= c0 && x < c0 + n) mk_f16_eight(staged + r * stride + 2 * (x - c0), mk_f16_shift_of(sh->top[r][d->warp]).less);
+            }
+        const uint32_t group = d->warp + d->lane * MK_WARPS, first = group * g.values; /* a lane a group, for its K blocks of the part */
 #pragma unroll 1
         for (uint32_t r = 0; r < nrows; r++) {
             float factor = mk_f16_shift_of(sh->top[r][d->warp]).inverse;
@@ -1030,8 +1029,6 @@ MK_DEV void mk_gather(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
     const mk_plan *p = &mk_fed_of(in)->plan;
     if (p->x.form == MK_X_F16)
         p->f32 ? mk_gather_of<true, MK_X_F16>(in, c0, n, again) : mk_gather_of<false, MK_X_F16>(in, c0, n, again);
-    else if (p->x.form == MK_X_F32)
-        mk_gather_of<true, MK_X_F32>(in, c0, n, again);
     else
         p->f32 ? mk_gather_of<true, MK_X_BF16>(in, c0, n, again) : mk_gather_of<false, MK_X_BF16>(in, c0, n, again);
 }

@@ -129,7 +129,7 @@ enum mk_epilogue {
     MK_EPI_SILU = 2,  /* rows are [gate | up]: publish silu(gate) * up; n counts pairs */
     MK_EPI_GATED = 3, /* ADD with a gate: publish residual + sigmoid(gate) * y; gate is value gate_off of wait[2] (f32) */
 };
-enum { MK_GEMV_X_F32 = 1 /* the staged vector stays f32 (the shared expert's gate); else it is rounded to bf16, unless the program is act=f32 */ };
+enum { MK_GEMV_X_F32 = 1 /* the vector stays f32 (the shared expert's gate: one row, or a GPU refuses it); else it is rounded to bf16, unless the program is act=f32 */ };
 
 /* y[i] = sum_k W[i,k] x[k].   wait[0] = input, wait[1] = residual for ADD and GATED, wait[2] = gate for GATED. Tape: one segment of n
  * (SILU: 2n) rows. */

@@ -2,7 +2,6 @@
  *
  * A vector is staged in the form that its matrix' weights are multiplied in, up to eight rows of it:
  *   BF16 weights   bf16
- *                  (a shared expert's gate: three planes of bf16, whose sum is the f32 value exactly)
  *   FP8 weights    f16, because e4m3 becomes f16 in one instruction a pair. What a warp gathers of a row is multiplied by the power of two that brings its largest value
  *                  below 2^15; a bf16 value has eight significant bits and f16 eleven, so that this is the bf16 value exactly down to 2^-29 of that largest one.
  * RMS norm commutes with the product: the staged values carry gamma, the sum of squares is taken while gathering, and the results are multiplied by 1/rms.
@@ -173,7 +172,7 @@ MK_DEV mk_chunk mk_chunk_of(const mk_plan *p, uint32_t nrows, uint32_t chunk)
 {
     mk_chunk c = {0, p->tile.nst, mk_is_whole(p, nrows), true};
     if (c.whole) return c;
-    const uint32_t stages = mk_small_quot(mk_chunk_kblocks(p->tile.wtype, p->x.form), p->tile.per);
+    const uint32_t stages = mk_small_quot(mk_chunk_kblocks(p->tile.wtype), p->tile.per);
     c.s0 = chunk * stages;
     c.s1 = min(c.s0 + stages, p->tile.nst);
     c.last = c.s1 == p->tile.nst;
@@ -248,13 +247,7 @@ template <uint32_t FORM> MK_CALL void mk_static_product(const mk_insn *in)
 }
 MK_DEV void mk_products(const mk_insn *in)
 {
-    const uint32_t form = mk_fed_of(in)->plan.x.form;
-    if (form == MK_X_F16)
-        mk_static_product<MK_X_F16>(in);
-    else if (form == MK_X_BF16)
-        mk_static_product<MK_X_BF16>(in);
-    else
-        mk_static_product<MK_X_F32>(in);
+    mk_fed_of(in)->plan.x.form == MK_X_F16 ? mk_static_product<MK_X_F16>(in) : mk_static_product<MK_X_BF16>(in);
 }
 
 #endif

@@ -85,6 +85,12 @@ MK_DEV float mk_lds(uint32_t at)
     asm("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
     return v;
 }
+MK_DEV float mk_lds_bf16(uint32_t at)
+{
+    uint16_t v;
+    asm("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return mk_bf16_value(v);
+}
 /* The same address, but not before what is waited for here. */
 MK_DEV uint32_t mk_after(uint32_t at)
 {
@@ -236,7 +242,7 @@ MK_DEV void mk_stagger(const mk_way *y)
 }
 
 /* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what
- * stands at shared address x, which says where in the staging area and so where its factors are. cols: staged rows, `stride` bytes apart; planes follow at cols * stride.
+ * stands at shared address x, which says where in the staging area and so where its factors are. cols: staged rows, `stride` bytes apart.
  * ONE: cols is 1. BY_ROW: there may be a scale a row. kind: MK_FAULT_TAPE, MK_FAULT_EXPERT: whose weights these are.
  * A taken branch costs a warp some 20 clocks, a barrier's answer 50: the next stage is asked for, and where its K block is worked out, before this one's is multiplied. */
 template <uint32_t FORM, uint32_t NT, bool ONE, bool BY_ROW>
@@ -244,11 +250,11 @@ MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, con
                              mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
-    constexpr uint32_t VALUES = FP8 ? 128 : 64, X = FORM == MK_X_F32 ? MK_PLANES_F32 : 1; /* bytes of a staged K block; planes */
+    constexpr uint32_t VALUES = FP8 ? 128 : 64; /* bytes of a staged K block */
     constexpr uint32_t U = mk_blocks_at_once(FORM, NT);
     mk_shared *sh = mk_sh();
     const uint32_t rows = t->rows, nkb = t->nkb, per = t->per, shift = t->shift, kb_bytes = y->kb_bytes, ways = y->ways, lane = threadIdx.x % 32, last_kb = min(s1 * per, nkb);
-    const uint32_t column = x - s0 * per * VALUES + (ONE ? 0 : mk_ldx_column<FP8>(lane, cols)) * stride + mk_ldx_at<FP8>(lane), plane = cols * stride;
+    const uint32_t column = x - s0 * per * VALUES + (ONE ? 0 : mk_ldx_column<FP8>(lane, cols)) * stride + mk_ldx_at<FP8>(lane);
     /* what a K block's products are multiplied by, in columns 2 l and 2 l + 1: of K block s0, and bytes to that of the second */
     const uint32_t l = lane & 3, norm_row = 4 * (FP8 ? stride >> 7 : MK_MAX_NORM_HEADS), n_row = min(2 * l, cols - 1), next_norm = 2 * l + 1 < cols ? norm_row : 0;
     const uint32_t norm = (FP8 ? mk_smem(sh->factor) + (x - mk_smem(sh->staging) >> 5) - 4 * s0 * per : mk_smem(sh->head_rstd)) + (ONE ? 0 : n_row * norm_row);
@@ -282,7 +288,7 @@ MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, con
         const uint32_t stage = mk_after(slot->stage), norms = mk_after(norm), w = stage + y->row_at + (k - kb) * kb_bytes, xk = mk_after(column) + k * VALUES;
         float part[U][NT][4], f[U][FP8 ? 2 * NT : 1], n0[U], n1[U];
         uint32_t a[U][NT][8];
-        uint4 v[U][FP8 ? 2 : X];
+        uint4 v[U][FP8 ? 2 : 1];
         bool has[U];
 #pragma unroll
         for (uint32_t u = 0; u < U; u++) { /* whoever is not there has the first one's place and does not count */
@@ -296,8 +302,7 @@ MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, con
 #pragma unroll
                 for (uint32_t i = 0; i < 2 * NT; i++) f[u][i] = mk_lds(scale + c[i]);
             } else {
-#pragma unroll
-                for (uint32_t p = 0; p < X; p++) v[u][p] = mk_ldx_bf16(xu + p * plane);
+                v[u][0] = mk_ldx_bf16(xu);
             }
             n0[u] = n1[u] = 1;
             if (FP8 || head_shift != MK_NO_NORM) {
@@ -320,19 +325,11 @@ MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, con
 #pragma unroll
         for (uint32_t u = 0; u < U; u++)
 #pragma unroll
-            for (uint32_t j = 0; j < NT; j++) {
+            for (uint32_t j = 0; j < NT; j++)
                 if constexpr (FP8)
                     mk_tile_product_fp8(part[u][j], a[u][j], v[u][0], v[u][1]);
                 else
                     mk_tile_product(part[u][j], a[u][j], v[u][0]);
-                if constexpr (FORM == MK_X_F32) { /* planes side by side: one after the other they would wait for each other's sums */
-                    float more[MK_PLANES_F32 - 1][4];
-#pragma unroll
-                    for (uint32_t p = 1; p < MK_PLANES_F32; p++) mk_tile_product(more[p - 1], a[u][j], v[u][p]);
-#pragma unroll
-                    for (uint32_t i = 0; i < 4; i++) part[u][j][i] = __fadd_rn(part[u][j][i], __fadd_rn(more[0][i], more[1][i]));
-                }
-            }
         there = mk_mbar_test(slot->bar, slot->phase);
 #pragma unroll
         for (uint32_t u = 0; u < U; u++)

@@ -5,12 +5,6 @@
 
 #include "instructions/matvec.cuh"
 
-MK_DEV float mk_lds_bf16(uint32_t at)
-{
-    uint16_t v;
-    asm("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
-    return mk_bf16_value(v);
-}
 MK_DEV void mk_sum_add(uint64_t *word, float x)
 {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(mk_sum_word(x)) : "memory");

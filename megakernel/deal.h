@@ -21,7 +21,7 @@ static inline uint32_t mk_deal_plan(const mk_vec *v, const uint32_t *start, cons
     mk_deal d;
     if (k % 64 || (v->trailer && !p->x.norm_group) || (p->f32 && p->x.prologue != MK_PRO_RMS)) return 0;
     if (!mk_vec_deal(v, start, w->slice0, w->nslice, p->x.in_off, k, p->x.norm_group, &d)) {
-        const int each = !p->f32 && p->x.prologue == MK_PRO_NONE && p->packets <= MK_COMPUTE && mk_staged_bytes(k, form) <= MK_STAGING;
+        const int each = !p->f32 && p->x.prologue == MK_PRO_NONE && p->packets <= MK_COMPUTE && mk_row_stride(k) <= MK_STAGING;
         return each ? mk_deal_one(0, form, MK_ONE_FAR) : 0;
     }
     for (uint32_t s = w->slice0, end = p->x.in_off + k; p->f32; s++) /* who gathers f32 squares whole packets: the last one must not go on with values that nobody asked for */
@@ -38,7 +38,7 @@ static inline uint32_t mk_deal_plan(const mk_vec *v, const uint32_t *start, cons
     else if (turns <= MK_LOADS_OF(0, MK_ONE_LONG))
         pro = turns == 1 ? MK_ONE_SHORT : turns <= MK_LOADS_OF(0, MK_ONE_PLAIN) ? MK_ONE_PLAIN : MK_ONE_LONG;
     const uint32_t one = mk_deal_one(p->f32, form, pro), trailers = p->x.norm_group ? 128 * groups : 0;
-    if (!one || turns > MK_LOADS_OF(p->f32, pro) || mk_staged_bytes(k, form) + trailers > MK_STAGING) return 0;
+    if (!one || turns > MK_LOADS_OF(p->f32, pro) || mk_row_stride(k) + trailers > MK_STAGING) return 0;
     const mk_hands hands = {(uint8_t)d.packets, (uint8_t)d.values, (uint8_t)d.slice, (uint8_t)d.per};
     p->hands = hands;
     p->skip = (uint16_t)(d.per == 1 ? (p->x.in_off - start[w->slice0]) / d.slice : 0);

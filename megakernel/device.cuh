@@ -240,7 +240,7 @@ enum { MK_ONE_PLAIN = 0, MK_ONE_RMS = 1, MK_ONE_HEADS = 2, MK_ONE_LONG = 3, MK_O
 #define MK_IS_FAR(one) ((one) >= MK_ONE(0u, 0u, MK_ONE_FAR))
 /* Those that there are. */
 #define MK_ONES(X) \
-    X(true, MK_X_F16, MK_ONE_RMS) X(true, MK_X_F32, MK_ONE_RMS) X(true, MK_X_BF16, MK_ONE_RMS) X(true, MK_X_F16, MK_ONE_FAR) X(true, MK_X_BF16, MK_ONE_FAR) \
+    X(true, MK_X_F16, MK_ONE_RMS) X(true, MK_X_BF16, MK_ONE_RMS) X(true, MK_X_F16, MK_ONE_FAR) X(true, MK_X_BF16, MK_ONE_FAR) \
     X(false, MK_X_F16, MK_ONE_PLAIN) X(false, MK_X_F16, MK_ONE_RMS) X(false, MK_X_F16, MK_ONE_HEADS) X(false, MK_X_F16, MK_ONE_LONG) X(false, MK_X_F16, MK_ONE_SHORT) X(false, MK_X_F16, MK_ONE_FAR) \
     X(false, MK_X_BF16, MK_ONE_PLAIN) X(false, MK_X_BF16, MK_ONE_RMS) X(false, MK_X_BF16, MK_ONE_HEADS) X(false, MK_X_BF16, MK_ONE_LONG) X(false, MK_X_BF16, MK_ONE_SHORT) X(false, MK_X_BF16, MK_ONE_FAR)
 enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND whose row the partials write */
@@ -283,7 +283,7 @@ typedef struct mk_fed {
     alignas(16) mk_insn in;
     mk_plan plan;
     mk_places place;
-    mk_delta_places delta; /* DELTA_STEP, of one row */
+    mk_delta_places delta; /* DELTA_STEP */
     mk_trace_note note;
 } mk_fed;
 
@@ -449,12 +449,9 @@ typedef struct mk_shared {
 #define MK_PAIR_WORD(value, n) ((n) ? ((value) + ((value) & 1)) * 2 | (2 * (n) - ((value) & 1)) << 16 : 0)
 #define MK_PAIR_TO(m)  ((m) & 0xffffu)
 #define MK_PAIR_END(m) ((int)((m) >> 16))
-#define MK_PLANES_F32 3u /* an f32 vector is staged as three bf16 planes that add up to it exactly */
-#define MK_STAGED_F32 704u /* values of such a vector at a time, at MK_MAX_ROWS rows */
-MK_BOTH uint32_t mk_chunk_kblocks(uint32_t wtype, uint32_t planes)
+MK_BOTH uint32_t mk_chunk_kblocks(uint32_t wtype)
 {
-    uint32_t values = planes == MK_PLANES_F32 ? MK_STAGED_F32 : MK_STAGED_VALUES;
-    return values / (wtype == MK_W_FP8 ? 64u : 32u);
+    return MK_STAGED_VALUES / (wtype == MK_W_FP8 ? 64u : 32u);
 }
 /* a / b for a, b below 2^16 without a division. */
 MK_BOTH uint32_t mk_small_quot(uint32_t a, uint32_t b)
@@ -466,7 +463,7 @@ MK_BOTH uint32_t mk_small_quot(uint32_t a, uint32_t b)
 #endif
 }
 /* Forms of a staged vector: matvec.cuh. */
-enum { MK_X_BF16 = 1, MK_X_F16 = 2, MK_X_F32 = 3 };
+enum { MK_X_BF16 = 1, MK_X_F16 = 2, MK_X_F32 = 3 /* not staged: gate.cuh */ };
 MK_BOTH uint32_t mk_form(uint32_t wtype, int f32)
 {
     return wtype == MK_W_FP8 ? MK_X_F16 : f32 ? MK_X_F32 : MK_X_BF16;
@@ -479,26 +476,20 @@ MK_BOTH uint32_t mk_ways(uint32_t rows)
 /* K blocks that a warp multiplies at once: a tile's products wait for each other, and with few tiles there is nothing else to do. tiles: of a warp. */
 MK_BOTH constexpr uint32_t mk_blocks_at_once(uint32_t form, uint32_t tiles)
 {
-    return tiles > 2 || form == MK_X_F32 ? 1 : tiles == 1 && form == MK_X_BF16 ? 4 : 2;
+    return tiles > 2 ? 1 : tiles == 1 && form == MK_X_BF16 ? 4 : 2;
 }
 /* Softmax keeps the order, and its sum goes when the weights are normalised: then logits choose, and a weight is exp(logit - greatest) before it is normalised. */
 MK_BOTH bool mk_route_plain(const mk_route *t)
 {
     return t->renorm && !t->has_bias && t->groups <= 1;
 }
-/* Bytes from row to row (planes follow each other like rows): values come in K blocks, and rows fall into different banks. */
+/* Bytes from row to row: values come in K blocks, and rows fall into different banks. */
 MK_BOTH uint32_t mk_row_stride(uint32_t k)
 {
     return ((k + 63) & ~63u) * 2 + 32;
 }
-/* Bytes of a staged row, all planes. */
-MK_BOTH uint32_t mk_staged_bytes(uint32_t k, uint32_t form)
-{
-    return mk_row_stride(k) * (form == MK_X_F32 ? MK_PLANES_F32 : 1);
-}
 /* Packets of a thread, of one row whose packets are dealt. */
 #define MK_LOADS_OF(f32, pro) ((pro) == MK_ONE_FAR ? (f32) ? 10u : 16u : (pro) == MK_ONE_LONG ? 8u : (pro) == MK_ONE_SHORT ? 1u : 4u)
-static_assert(MK_PLANES_F32 * MK_MAX_ROWS * (MK_STAGED_F32 * 2 + 32) <= MK_STAGING, "three planes of a chunk fit the staging area");
 
 #ifdef __CUDACC__
 

@@ -149,10 +149,17 @@ static int check_gemv(const mk_program *p, uint32_t worker, const mk_insn *in, m
 {
     const mk_gemv *g = &in->gemv;
     const mk_vec *x = &p->vec[in->wait[0].vec];
-    uint32_t planes = g->flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1;
-    if (planes != 1) {
+    if (g->flags & MK_GEMV_X_F32) { /* gate.cuh */
         EXPECT("the type of an f32 input", MK_F32, x->dtype);
         EXPECT("the type of weights for an f32 input", MK_W_BF16, g->wtype);
+        EXPECT("rows for an f32 input", 1, g->n);
+        AT_MOST("values of an f32 input", MK_UPPER / 2, g->k); /* its weights leave the staging area's upper part alone */
+        EXPECT("the prologue of an f32 input", MK_PRO_RMS, g->prologue);
+        EXPECT("the epilogue of an f32 input", MK_EPI_STORE, g->epilogue);
+        EXPECT("the scope of what is made of an f32 input", MK_PACKET, p->vec[in->signal_vec].scope);
+        const uint32_t *start = mk_vec_starts(p, x) + in->wait[0].slice0;
+        EXPECT("the first value of an f32 input", start[0], g->in_off);
+        EXPECT("the end of an f32 input", start[in->wait[0].nslice], g->in_off + g->k);
     }
     if (g->prologue == MK_PRO_HEADNORM) {
         uint32_t group = g->norm_group, heads = group ? g->k / group : 0, per = heads ? in->wait[0].nslice / heads : 0;
@@ -322,13 +329,12 @@ static uint32_t stage_work(uint32_t nkb, uint32_t per, uint32_t ways, uint32_t m
     return busiest;
 }
 /* K blocks of a stage, which never spans two chunks of the staged vector. r: the ring. nkb: of the segment. A multiple of as many stages as there are groups of warps is asked for, so that
- * each has its share; the last of them may turn out not to be needed. Where the vector has one plane, as many K blocks as the warps are done with soonest, or the most that are within `more`
- * per cent of that: the fuller a stage, the more is in the ring. */
-static uint32_t stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t planes, uint32_t more)
+ * each has its share; the last of them may turn out not to be needed. As many K blocks as the warps are done with soonest, or the most that are within `more` per cent of that: the fuller
+ * a stage, the more is in the ring. */
+static uint32_t stage_kblocks(const mk_ring *r, uint32_t wtype, uint32_t rows, uint32_t nkb, uint32_t more)
 {
-    const uint32_t most = mk_chunk_kblocks(wtype, planes), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
+    const uint32_t most = mk_chunk_kblocks(wtype), room = mk_small_quot((r->stride - r->scales) / MK_KBLOCK_BYTES, rows), fit = room < most ? room : most;
     const uint32_t first = (mk_small_quot(nkb + fit - 1, fit) + MK_GROUPS - 1) & ~(MK_GROUPS - 1);
-    if (planes > 1) return mk_small_quot(nkb + first - 1, first);
     const uint32_t ways = mk_ways(rows), at_once = mk_blocks_at_once(mk_form(wtype, 0), (rows < MK_SIDE_ROWS ? rows + 15 : MK_SIDE_ROWS) / 16);
     uint32_t best = 0, least = 0xffffffffu;
     for (uint32_t stages = 2 * first; stages >= first; stages -= MK_GROUPS) {
@@ -352,8 +358,8 @@ static uint32_t kblocks_of(const mk_gpu *g, const mk_insn *in, uint32_t rows, ui
     const uint32_t k = gemv ? in->gemv.k : lm ? in->lm_head.k : router ? in->router.experts : in->expert.k, values = mk_kblock_values(wtype);
     const int local = gemv && g->prog->vec[in->signal_vec].scope == MK_LOCAL;
     *nkb = (k + values - 1) / values;
-    return stage_kblocks(&g->args.ring, wtype, rows, *nkb, gemv && in->gemv.flags & MK_GEMV_X_F32 ? MK_PLANES_F32 : 1,
-                         in->opcode == MK_OP_EXPERT_UP ? MORE_WORK_UP : local ? MORE_WORK_LOCAL : MORE_WORK);
+    if (gemv && in->gemv.flags & MK_GEMV_X_F32) return *nkb; /* gate.cuh */
+    return stage_kblocks(&g->args.ring, wtype, rows, *nkb, in->opcode == MK_OP_EXPERT_UP ? MORE_WORK_UP : local ? MORE_WORK_LOCAL : MORE_WORK);
 }
 
 /* GEMV, LM_HEAD, ROUTER: what it streams. tape: where the worker's tape begins. */
@@ -800,12 +806,14 @@ static int allocate(mk_gpu *g, mk_err *err)
 static int ring_of(const mk_program *p, uint32_t smem, mk_ring *ring, mk_err *err)
 {
     const uint64_t local = (p->info.local_bytes + 127) & ~127ull, fixed = sizeof(mk_shared) + local + MK_TILE_BYTES; /* a tile may reach past the last stage */
-    uint32_t scales = 0;
+    uint32_t scales = 0, least = MK_STAGE_LEAST;
     for (uint32_t k = 0; k < p->queue[p->info.workers]; k++) {
-        const uint32_t b = scales_of(&p->insn[k]); /* whole lines */
+        const mk_insn *in = &p->insn[k];
+        const uint32_t b = scales_of(in); /* whole lines */
         if (b > scales) scales = b;
+        if (in->opcode == MK_OP_GEMV && in->gemv.flags & MK_GEMV_X_F32 && 2 * in->gemv.k > least) least = (2 * in->gemv.k + 127) & ~127u; /* gate.cuh: all of its row */
     }
-    const uint32_t need = MK_STAGES * (MK_STAGE_LEAST + scales);
+    const uint32_t need = MK_STAGES * (least + scales);
     if (fixed + need > smem)
         return mk_fail(err, MK_E_PROGRAM, "%llu bytes of local vectors: with the kernel's own %u that is over a worker's %u bytes of shared memory",
                        (unsigned long long)p->info.local_bytes, (uint32_t)(fixed - local) + need, smem);

@@ -18,6 +18,7 @@
 #include "instructions/embed.cuh"
 #include "instructions/expert_down.cuh"
 #include "instructions/expert_up.cuh"
+#include "instructions/gate.cuh"
 #include "instructions/gemv.cuh"
 #include "instructions/gemv_one.cuh"
 #include "instructions/gqa_append.cuh"
@@ -120,7 +121,7 @@ MK_CALL void other(const mk_insn *in, uint32_t what)
 {
     switch (what) {
     case MK_OP_EMBED: call_mk_embed_run(in); break;
-    case MK_OP_GEMV: matrix_run(true); break;
+    case MK_OP_GEMV: mk_fed_of(in)->plan.x.form == MK_X_F32 ? mk_gate_run(in) : matrix_run(true); break;
     case MK_OP_EXPERT_UP: mk_expert_up_run(in); break;
     case MK_OP_EXPERT_DOWN: mk_expert_down_run(in); break;
     case MK_OP_DELTA_STEP: mk_delta_step_run(in); break;

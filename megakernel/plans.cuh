@@ -103,7 +103,7 @@ static int plan_of(const mk_gpu *g, const mk_insn *in, const mk_seg *s, uint32_t
     p.f32 = vec->dtype == MK_F32;
     p.packets = in->wait[0].nslice * vec->slice_packets;
     p.map = g->map_at[in->wait[0].vec] + in->wait[0].slice0 * vec->slice_packets;
-    const uint32_t one = deal(g, in, &p);
+    const uint32_t one = p.x.form == MK_X_F32 ? 0 : deal(g, in, &p);
     p.dealt = !one || in->opcode == MK_OP_GEMV ? 0 : MK_IS_FAR(one) ? 2 : 1;
     if (in->opcode == MK_OP_GEMV && one) {
         const mk_vec *to = &g->prog->vec[in->signal_vec];
@@ -202,7 +202,7 @@ static void queries_aside(const mk_insn *insn, mk_plan *plan, uint32_t first, ui
     for (; n < 2 && k - n > first; n++) {
         const mk_insn *v = in - n - 1;
         const mk_plan *p = &plan[k - n - 1];
-        if (v->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || p->x.prologue != MK_PRO_NONE || place + mk_staged_bytes(p->x.k, p->x.form) > MK_STAGING) break;
+        if (v->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || p->x.prologue != MK_PRO_NONE || place + mk_row_stride(p->x.k) > MK_STAGING) break;
         if (v->wait[0].vec != in->wait[1].vec || v->wait[0].pub != in->wait[1].pub) break;
     }
     const uint32_t aside = n;
@@ -294,9 +294,9 @@ static uint32_t aside_of(const mk_insn *insn, const mk_plan *plan, uint32_t firs
     const mk_plan *p = &plan[k];
     if (in->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || !p->hands.packets || p->f32 || p->x.prologue != MK_PRO_NONE || k < first + 2 || k + 1 >= end) return 0; /* dealt: mk_aside_stage */
     if (!(p->end & MK_END_TO_LOCAL) || p->end & (MK_END_SILU | MK_END_FROM_LOCAL) || p->tile.rows > MK_ASIDE_ROWS || p->tile.nst % MK_GROUPS || p->tile.nst > MK_ASIDE_STAGES) return 0;
-    if (mk_staged_bytes(p->x.k, p->x.form) + 128 + 4 * MK_WARPS * MK_ASIDE_ROWS > MK_STAGING - MK_UPPER || in->gemv.n > 32) return 0; /* a lane a row at the end */
+    if (mk_row_stride(p->x.k) + 128 + 4 * MK_WARPS * MK_ASIDE_ROWS > MK_STAGING - MK_UPPER || in->gemv.n > 32) return 0; /* a lane a row at the end */
     const uint32_t up = k - 1, down = k + 1;
-    if (insn[up].opcode != MK_OP_EXPERT_UP || insn[down].opcode != MK_OP_EXPERT_DOWN || mk_staged_bytes(plan[up].x.k, plan[up].x.form) > MK_UPPER) return 0;
+    if (insn[up].opcode != MK_OP_EXPERT_UP || insn[down].opcode != MK_OP_EXPERT_DOWN || mk_row_stride(plan[up].x.k) > MK_UPPER) return 0;
     const mk_wait *base = &insn[down].wait[2];
     if (plan[down].tile.nkb == 1) return 0; /* every second stage would be a blank one, which is not paced: mk_next_skip */
     return plan[down].dealt && pairs_bytes(&insn[down].expert) <= MK_UPPER && base->vec == in->signal_vec && base->pub == in->signal_pub ? down : 0;
@@ -308,7 +308,7 @@ static int shared_aside(const mk_insn *insn, const mk_plan *plan, uint32_t first
     const mk_plan *p = &plan[k];
     if (insn[k].opcode != MK_OP_GEMV || k < first + 1 || k + 1 >= end || insn[k - 1].opcode != MK_OP_ROUTE || insn[k + 1].opcode != MK_OP_EXPERT_UP) return 0;
     if (!MK_IS_ONE(p->one) || !(p->end & MK_END_SILU) || p->end & MK_END_TO_LOCAL || p->key != plan[k - 1].key || p->key != plan[k + 1].key) return 0;
-    return p->tile.rows <= MK_ASIDE_ROWS && insn[k].gemv.n <= MK_UNIT && p->tile.nst % MK_GROUPS == 0 && p->tile.nst <= MK_ASIDE_STAGES && mk_staged_bytes(p->x.k, p->x.form) <= MK_UPPER;
+    return p->tile.rows <= MK_ASIDE_ROWS && insn[k].gemv.n <= MK_UNIT && p->tile.nst % MK_GROUPS == 0 && p->tile.nst <= MK_ASIDE_STAGES && mk_row_stride(p->x.k) <= MK_UPPER;
 }
 
 /* What is done aside in the queue [first, end), and who waits for it. */

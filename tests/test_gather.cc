@@ -203,7 +203,7 @@ static void check(const shape *s, uint32_t nrows, const char *what)
     uint8_t *staged = (uint8_t *)calloc(nrows, 2 * s->k);                /* of all parts: [row][value] */
     float *factor = (float *)calloc(nrows, s->k / 64 * sizeof *factor); /* [row][K block] */
     uint8_t stored[MK_STAGING];
-    const uint32_t fit = MK_STAGING / nrows / 2 / 64 * 64 - 64, most = mk_staged_bytes(s->k, plan.x.form) * nrows <= MK_STAGING ? s->k : fit - lanes_random(fit / 128) * 64;
+    const uint32_t fit = MK_STAGING / nrows / 2 / 64 * 64 - 64, most = mk_row_stride(s->k) * nrows <= MK_STAGING ? s->k : fit - lanes_random(fit / 128) * 64;
     if (most < s->k && s->pro == MK_PRO_RMS) goto done; /* not dealt in parts */
     fill(0);
     for (part0 = 0; part0 < s->k; part0 += part) {
@@ -218,9 +218,9 @@ static void check(const shape *s, uint32_t nrows, const char *what)
             memcpy(staged + 2 * (r * s->k + part0), several->staging + r * stride, 2 * part);
             memcpy(factor + (r * s->k + part0) / 64, several->factor + r * (stride >> 7), part / 64 * sizeof *factor);
         }
-        for (uint32_t r = 0; r < nrows; r++)
+        for (uint32_t r = 0; r < nrows; r++) /* once; the first part of several, which becomes f16 when all is looked at, twice */
             for (uint32_t i = 0; i < 2 * part; i++)
-                if (stored[r * mk_row_stride(part) + i] != 1) fail_msg("%s, %u rows: byte %u of row %u is stored %u times", what, nrows, i, r, stored[r * mk_row_stride(part) + i]);
+                if (stored[r * mk_row_stride(part) + i] != (s->fp8 && most < s->k && !part0 ? 2 : 1)) fail_msg("%s, %u rows: byte %u of row %u is stored %u times", what, nrows, i, r, stored[r * mk_row_stride(part) + i]);
     }
     for (uint32_t i = 0; i < lanes_packets; i++)
         if (lanes_asked[i] && lanes_late[i] == 0xffffffffu) fail_msg("%s, %u rows: packet %u is asked for, which nobody publishes", what, nrows, i);

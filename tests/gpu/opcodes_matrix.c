@@ -28,7 +28,7 @@ static void gemv_make(mk_case *c, const void *arg)
 {
     const gemv_arg *a = arg;
     uint32_t headnorm = a->prologue == MK_PRO_HEADNORM, f32 = a->flags & MK_GEMV_X_F32, halves = a->epilogue == MK_EPI_SILU ? 2 : 1;
-    uint32_t start[4] = {0}, start2[4] = {0}, widest = 0, width = a->k + a->in_off + (headnorm ? 0 : 5);
+    uint32_t start[4] = {0}, start2[4] = {0}, widest = 0, width = a->k + a->in_off + (headnorm || f32 ? 0 : 5);
     for (int w = 0; w < 3; w++) {
         start[w + 1] = start[w] + a->n[w];
         start2[w + 1] = start2[w] + a->n[w] / 2 + 1;
@@ -183,7 +183,7 @@ const case_spec matrix_cases[] = {
     {"GEMV", "fp8 k 2304, 17|18|17 rows, f32 in", G(.wtype = FP8, .k = 2304, .n = {17, 18, 17}, .in_f32 = 1, .in_slices = 132, .row0 = 120)},
     {"GEMV", "fp8 rms k 2304, 17|18|17 rows", G(.wtype = FP8, .prologue = RMS, .k = 2304, .n = {17, 18, 17}, .in_f32 = 1, .in_slices = 132, .row0 = 110)},
     {"GEMV", "fp8 rms k 2304, 17|18|17 rows, odd gamma", G(.odd = 1, .wtype = FP8, .prologue = RMS, .k = 2304, .n = {17, 18, 17}, .in_f32 = 1, .in_slices = 132, .row0 = 110)},
-    {"GEMV", "bf16 router: rms, f32 vector, k 2304, odd", G(.odd = 1, .wtype = BF16, .prologue = RMS, .flags = MK_GEMV_X_F32, .k = 2304, .n = {2, 1, 2}, .in_f32 = 1, .in_slices = 132)},
+    {"GEMV", "gate: bf16, rms, f32 vector, k 2304, odd", G(.odd = 1, .wtype = BF16, .prologue = RMS, .flags = MK_GEMV_X_F32, .k = 2304, .n = {1, 1, 1}, .in_f32 = 1, .in_slices = 132)},
     {"GEMV", "fp8 rms k 2048, 100|63|1 rows", G(.wtype = FP8, .prologue = RMS, .k = 2048, .n = {100, 63, 1}, .in_f32 = 1, .in_slices = 132, .row0 = 60)},
     {"GEMV", "fp8 rms k 6144, 46|47|47 rows", G(.wtype = FP8, .prologue = RMS, .k = 6144, .n = {46, 47, 47}, .in_f32 = 1, .in_slices = 132, .row0 = 90)},
     {"GEMV", "fp8 k 4096, 17|18|2 rows, bf16 in, add", G(.wtype = FP8, .epilogue = MK_EPI_ADD, .k = 4096, .n = {17, 18, 2}, .in_slices = 128, .row0 = 1)},
@@ -202,8 +202,8 @@ const case_spec matrix_cases[] = {
     {"GEMV", "fp8 scale_k 64, k 300, 2|33|128 rows", G(.wtype = FP8, .k = 300, .n = {2, 33, 128}, .scale_k = 64, .row0 = 127)},
     {"GEMV", "fp8 scale_k 64, k 512 silu", G(.wtype = FP8, .epilogue = MK_EPI_SILU, .k = 512, .n = {33, 20, 64}, .scale_k = 64, .row0 = 100)},
     {"GEMV", "fp8 scaled by 0.25, add", G(.wtype = FP8, .epilogue = MK_EPI_ADD, .k = 128, .n = {5, 6, 7}, .scale = 0.25f)},
-    {"GEMV", "bf16 router: rms, f32 vector, k 2304", G(.wtype = BF16, .prologue = RMS, .flags = MK_GEMV_X_F32, .k = 2304, .n = {2, 2, 1}, .in_slices = 132)},
-    {"GEMV", "bf16 router: rms, f32 vector, k 6144, 3|4|16", G(.wtype = BF16, .prologue = RMS, .flags = MK_GEMV_X_F32, .k = 6144, .n = {3, 4, 16}, .in_slices = 132)},
+    {"GEMV", "gate: bf16, rms, f32 vector, k 2048", G(.wtype = BF16, .prologue = RMS, .flags = MK_GEMV_X_F32, .k = 2048, .n = {1, 1, 1}, .in_slices = 128)},
+    {"GEMV", "gate: bf16, rms, f32 vector, k 6144", G(.wtype = BF16, .prologue = RMS, .flags = MK_GEMV_X_F32, .k = 6144, .n = {1, 1, 1}, .scale = 0.5f, .in_slices = 132)},
     {"GEMV", "bf16 k 256, 128|1|17 rows", G(.wtype = BF16, .k = 256, .n = {128, 1, 17})},
     {"GEMV", "bf16 rms k 2304, 17|18|128 rows", G(.wtype = BF16, .prologue = RMS, .k = 2304, .n = {17, 18, 128}, .in_f32 = 1, .in_slices = 132)},
     {"GEMV", "bf16 rms k 2048, 31|32|33 rows", G(.wtype = BF16, .prologue = RMS, .k = 2048, .n = {31, 32, 33}, .in_f32 = 1, .in_slices = 132)},
