@@ -1,16 +1,11 @@
-/* GEMV of an f32 vector (MK_GEMV_X_F32) on the device: a shared expert's gate, one row of BF16 weights times h under its norm, which one worker makes and all wait for. It stages weights, not values, and
- * multiplies in f32: a thread takes every 256th packet of each row, ascending, and warps' sums are added as those of squares are; the weights are one stage. So the order of a row's sum does not depend on the others.
- * Semantics: gemv.c; what it may be: check_gemv in gpu.cu. */
+/* GEMV of an f32 vector (MK_GEMV_X_F32) on the device: a shared expert's gate, one row of BF16 weights times h under its norm, which one worker makes and all wait for. It stages weights, which
+ * are one stage, instead of values, and multiplies in f32: a thread takes every 256th packet of each row, ascending, and the warps' sums are added as those of squares are. So the order of a
+ * row's sum does not depend on the others. Semantics: gemv.c; what it may be: check_gemv in gpu.cu. */
 #ifndef MK_GATE_CUH
 #define MK_GATE_CUH
 
 #include "instructions/matvec.cuh"
 
-MK_DEV float mk_eight_added(const float *x)
-{
-    const float4 a = *(const float4 *)x, b = *(const float4 *)(x + 4);
-    return (a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w));
-}
 /* By the group of the stage: its k weights go to shared address `to`. */
 MK_DEV void mk_gate_weights(const mk_dev *d, uint32_t stage, uint32_t k, uint32_t to)
 {
@@ -101,7 +96,7 @@ template <uint32_t ROWS> MK_CALL void mk_gate_of(const mk_insn *in)
     mk_trace_publish(d);
     if (d->warp < nrows) {
         const float *of = red + d->warp * 2 * MK_WARPS;
-        const float y = mk_eight_added(of) * mk_rms_factor(p, of + MK_WARPS) * in->gemv.scale;
+        const float y = mk_warps_sum(of) * mk_rms_factor(p, of + MK_WARPS) * in->gemv.scale;
         mk_publish_unit(out, mk_signal_packets(d, out, d->warp, in->signal_slice), 1, 0, d->lane ? 0 : y, mk_signal_epoch(d), d->lane);
     }
     __syncwarp();

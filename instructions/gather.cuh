@@ -76,11 +76,16 @@ MK_DEV float mk_silu(float x)
 {
     return __fmul_rn(x, mk_sigmoid(x));
 }
+/* What the warps have of a sum. */
+MK_DEV float mk_warps_sum(const float *of)
+{
+    const float4 a = *(const float4 *)of, b = *(const float4 *)(of + 4);
+    return (a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w));
+}
 /* 1/rms of a row whose sums of squares, by warp, are these. */
 MK_DEV float mk_rms_factor(const mk_plan *p, const float *sum)
 {
-    const float4 a = *(const float4 *)sum, b = *(const float4 *)(sum + 4);
-    return mk_rsqrt(((a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w))) * p->inv_k + p->x.eps);
+    return mk_rsqrt(mk_warps_sum(sum) * p->inv_k + p->x.eps);
 }
 /* What row r's results are to be multiplied by: 1/rms with RMS. After the barrier that follows the gathering. */
 MK_DEV float mk_row_factor(const mk_dev *d, const mk_plan *p, uint32_t r)
@@ -739,9 +744,8 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
     }
 }
 
-/* Waits for packets of some rows, of which q are earlier looks: the lane's packet of row r in its turn j is q[r * T + j], if that bit of `wanted` is set; if not, its epoch is
- * that one, too. While some are late a lane looks at the last of
- * its own alone, again and again: 132 workers would ask for 32 KB each. from: packet packet0 of row row0. */
+/* Waits for packets of some rows, of which q are earlier looks: the lane's packet of row r in its turn j is q[r * T + j], if that bit of `wanted` is set; if not, it has the epoch
+ * already. While some are late a lane looks at the last of its own alone, again and again: 132 workers would ask for 32 KB each. from: packet packet0 of row row0. */
 template <uint32_t T, uint32_t N>
 MK_DEV void mk_some_wait(const uint4 *from, uint32_t row_packets, const mk_turns &turns, uint32_t wanted, uint32_t epoch, uint32_t row0, uint32_t packet0, uint4 (&q)[N])
 {
