@@ -70,7 +70,7 @@ template <uint32_t ROWS> MK_CALL void mk_gate_of(const mk_insn *in)
         for (uint32_t j = 0; j < T; j++)
 #pragma unroll
             for (uint32_t e = 0; e < 3; e++) {
-                const float w = mk_lds_bf16(weights + 2 * min(value[j] + e, k - 1)); /* behind a slice's values are zeros, and no gammas */
+                const float w = mk_lds_bf16(mk_after(weights) + 2 * min(value[j] + e, k - 1)); /* behind a slice's values are zeros, and no gammas */
 #pragma unroll
                 for (uint32_t r = 0; r < ROWS; r++) {
                     const uint4 x = q[r * T + j];
@@ -107,6 +107,7 @@ MK_DEV void mk_gate_run(const mk_insn *in)
 {
     mk_sh()->step.nrows == 1 ? mk_gate_of<1>(in) : mk_gate_of<MK_MAX_ROWS>(in);
 }
+static_assert(2 * MK_MOST_GATE <= MK_UPPER, "weights leave the staging area's upper part alone");
 static_assert(2 * MK_WARPS * MK_MAX_ROWS <= MK_RED_FLOATS / 2, "the warps' sums fit half the reduction area");
 
 #endif

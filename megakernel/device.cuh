@@ -28,6 +28,7 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 
 /* A stage: the scales of its whole segment, which are few, then its weights: whole K blocks of the segment. */
 #define MK_MOST_SCALES    1024u
+#define MK_MOST_GATE      8160u  /* values of an f32 input (MK_GEMV_X_F32), whose weights are one stage: a byte says how many K blocks a stage has */
 #define MK_STAGE_LEAST    8192u  /* of weights: one K block of any segment */
 #define MK_STAGES         8u     /* of the ring: an even number */
 #define MK_PACE           2u     /* stages under way at once before an instruction's product has begun: kernel.cu, feed_begin */

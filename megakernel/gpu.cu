@@ -153,7 +153,8 @@ static int check_gemv(const mk_program *p, uint32_t worker, const mk_insn *in, m
         EXPECT("the type of an f32 input", MK_F32, x->dtype);
         EXPECT("the type of weights for an f32 input", MK_W_BF16, g->wtype);
         EXPECT("rows for an f32 input", 1, g->n);
-        AT_MOST("values of an f32 input", MK_UPPER / 2, g->k); /* its weights leave the staging area's upper part alone */
+        AT_MOST("values of an f32 input", MK_MOST_GATE, g->k);
+        EXPECT("a trailer of an f32 input", 0, x->trailer);
         EXPECT("the prologue of an f32 input", MK_PRO_RMS, g->prologue);
         EXPECT("the epilogue of an f32 input", MK_EPI_STORE, g->epilogue);
         EXPECT("the scope of what is made of an f32 input", MK_PACKET, p->vec[in->signal_vec].scope);

@@ -160,7 +160,7 @@ enum {
     MK_ROW_GREEDY = 32, /* with SAMPLE: the slot's temperature is 0, so nobody needs to look it up. Without it, it may still be */
 };
 
-/* One row of a step. */
+/* One row of a step. Rows of one stream stand side by side, ascending: DELTA_STEP takes what its convolutions begin with before any row has left its own. */
 typedef struct mk_row {
     uint32_t slot;
     uint32_t token;       /* input id */
