@@ -113,6 +113,11 @@ MK_DEV float mk_delta_gate(float x, float y)
 {
     return __fmul_rn(x, mk_sigmoid(y));
 }
+/* What o is multiplied by, out of a value of z and its o_norm. */
+MK_DEV float mk_delta_z(const mk_delta *e, float norm, float z)
+{
+    return __fmul_rn(norm, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : z, z));
+}
 /* e^(rate * softplus(x)). The hardware's functions are good to 1e-7 of 1; near a factor of 1, which is applied for thousands of tokens, what is taken away from it has
  * to be as good as that. t: e^x; lg: log2(1 + t). */
 MK_DEV float mk_delta_log(float t)
@@ -499,7 +504,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
                 mk_delta_product<LOW>(x, 1, which, lane, &open, tile.scale, sum);
                 float y = mk_delta_result(lane, sum);
                 if (which)
-                    y = __fmul_rn(tile.p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y));
+                    y = mk_delta_z(e, tile.p, y);
                 else
                     y = mk_delta_decay(y + tile.p, -mk_exp_fast(rate));
                 if (lane < 16) (which ? x->z : x->a)[16 * warp + lane] = y;
@@ -528,7 +533,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
             else if (unit.is_f)
                 x->a[unit.i] = mk_delta_decay(y + of.p, -mk_exp_fast(rate));
             else
-                x->z[unit.i] = of.p * mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y);
+                x->z[unit.i] = mk_delta_z(e, of.p, y);
         }
         u += MK_WARPS;
         if (LOW || u >= units) break;
@@ -610,7 +615,7 @@ MK_DEV void mk_delta_gates(const mk_delta *e, mk_delta_row *rows, uint32_t nrows
         const float p[2] = {__shfl_sync(0xffffffffu, tile->p, c), __shfl_sync(0xffffffffu, tile->p, c + 8)};
         if (which) {
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++) sum[i] = __fmul_rn(p[i / 2], mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : sum[i], sum[i]));
+            for (uint32_t i = 0; i < 4; i++) sum[i] = mk_delta_z(e, p[i / 2], sum[i]);
         } else {
             float t[4], lg[4];
 #pragma unroll
@@ -700,7 +705,7 @@ template <uint32_t LOW> MK_DEV void mk_delta_take_rest(const mk_dev *d, const mk
         else if (t.is_f)
             x->a[t.i] = mk_delta_decay(y + p, rate);
         else
-            x->z[t.i] = __fmul_rn(p, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : y, y));
+            x->z[t.i] = mk_delta_z(e, p, y);
     }
     __syncwarp();
 }
@@ -780,6 +785,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
     }
     const uint32_t own = find(OTHERS, MK_DELTA_OWN, warp, lane, 0), own_step = row_packets(0);
     const uint4 *const own_at = place->in[0] + own / 8, *other_at[OTHERS];
+    const auto wait_of = [&](uint32_t j) { return j == MK_DELTA_FB ? fb_k : j == MK_DELTA_V ? 0u : 1u; };
     uint4 q[ROWS + OTHERS];
     uint32_t other[OTHERS], wanted = all;
 #pragma unroll
@@ -790,7 +796,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
 #pragma unroll
     for (uint32_t j = 0; j < OTHERS; j++) {
         const bool fb = j == MK_DELTA_FB;
-        const uint32_t k = fb ? fb_k : j == MK_DELTA_V ? 0 : 1;
+        const uint32_t k = wait_of(j);
         const bool has = has_row && (fb ? is_f || lane == 1 : lane < dv);
         other[j] = find(j, MK_DELTA_UNIT, fb ? is_f ? 0 : b_unit : j == MK_DELTA_V ? b_unit + 1 : b_unit + 1 + nv, fb ? 0 : lane, k);
         other_at[j] = place->in[k] + warp * row_packets(k) + other[j] / 8;
@@ -806,9 +812,9 @@ template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
     }
 
     mk_delta_wait(q, wanted, own_at, own_step, [&](uint32_t i) { return other_at[i - ROWS]; },
-                  [&](uint32_t i) { return place->epoch[i == ROWS + MK_DELTA_FB ? fb_k : i > ROWS + MK_DELTA_V ? 1 : 0]; },
+                  [&](uint32_t i) { return place->epoch[i < ROWS ? 0 : wait_of(i - ROWS)]; },
                   [&](uint32_t i, uint32_t *k, uint32_t *r, uint32_t *packet) {
-                      *k = i == ROWS + MK_DELTA_FB ? fb_k : i > ROWS + MK_DELTA_V ? 1 : 0, *r = i < ROWS ? i : warp, *packet = (i < ROWS ? own : other[i - ROWS]) / 8;
+                      *k = i < ROWS ? 0 : wait_of(i - ROWS), *r = i < ROWS ? i : warp, *packet = (i < ROWS ? own : other[i - ROWS]) / 8;
                   });
     if (has_row) {
         mk_delta_row *const x = rows + warp;
@@ -818,7 +824,7 @@ template <uint32_t LOW> MK_CALL void mk_delta_step_of(const mk_insn *in)
         rate = -mk_exp_fast(rate);
         if (!LOW) {
             const float t = mk_found_bf16(other[OTHERS - 1], q[ROWS + OTHERS - 1]);
-            if (lane < dv) x->z[lane] = __fmul_rn(norm, mk_delta_gate(e->gate == MK_GATE_SIGMOID ? 1.0f : t, t));
+            if (lane < dv) x->z[lane] = mk_delta_z(e, norm, t);
             const float a = mk_delta_decay(__shfl_sync(0xffffffffu, y, 0) + bias, rate);
             if (head) ((float4 *)x->a)[lane] = make_float4(a, a, a, a);
         }

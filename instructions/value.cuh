@@ -20,7 +20,7 @@ MK_DEV uint32_t mk_spot_slice(const mk_dev *d, const mk_wait *w, const mk_vec *v
         s += index < *begin ? 0xffffffffu : 1u;
     }
 }
-/* Of one row: eight times the packet of value `index`, of bf16, counted from the first slice of the wait, and which of its six values it is. */
+/* Of any row: eight times the packet of value `index`, of bf16, counted from the first slice of the wait, and which of its six values it is. */
 MK_DEV uint32_t mk_spot_find(const mk_dev *d, uint32_t k, uint32_t index)
 {
     const mk_wait *w = &d->in->wait[k];
