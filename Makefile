@@ -63,20 +63,24 @@ tested: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
 	$(call nvcc)
-# Kernels that call functions: their code in the order of megakernel/layout.txt (megakernel/layout.py says why), and as nvcc made it.
+# Kernels that call functions: their code in the order of megakernel/layout.txt (megakernel/layout.py says why), in nvcc's order (plain/; megakernel/descriptor.py says in what it is another), and
+# as nvcc made it.
 LAID := $(addprefix $(BUILD)/megakernel/,kernel.cu.o baseline.cu.o)
-$(LAID): $(BUILD)/%.cu.o: $(BUILD)/plain/%.cu.o megakernel/layout.py megakernel/layout.txt
+$(LAID): $(BUILD)/%.cu.o: $(BUILD)/plain/%.cu.o megakernel/layout.py megakernel/sass.py megakernel/layout.txt
 	@mkdir -p $(@D)
 	@cp $< $@.new && python3 megakernel/layout.py apply $@.new megakernel/layout.txt && mv $@.new $@
 # And the resident kernel once more for each of layout.txt's models (megakernel/laid.h), whose entry is all that others see of it.
 MODELS  := $(shell sed -n 's/^. Models, from bit 0 on: //p' megakernel/layout.txt)
 ALONE   := $(MODELS:%=$(BUILD)/megakernel/kernel-%.o)
 LIBOBJ  := $(ALONE) $(CUDA:%.cu=$(BUILD)/%.cu.o) $(LIBOBJ) # what takes longest first
-$(ALONE): $(BUILD)/megakernel/kernel-%.o: $(BUILD)/plain/megakernel/kernel.cu.o megakernel/layout.py megakernel/layout.txt
+$(ALONE): $(BUILD)/megakernel/kernel-%.o: $(BUILD)/plain/megakernel/kernel.cu.o megakernel/layout.py megakernel/sass.py megakernel/layout.txt
 	@mkdir -p $(@D)
 	@entry=mk_kernel_$(subst .,_,$(subst -,_,$*)); objcopy --redefine-sym mk_kernel_all=$$entry --keep-global-symbol $$entry $< $@.new
 	@python3 megakernel/layout.py apply $@.new megakernel/layout.txt $* && mv $@.new $@
-$(BUILD)/plain/%.cu.o: %.cu
+$(BUILD)/plain/%.cu.o: $(BUILD)/nvcc/%.cu.o megakernel/descriptor.py megakernel/layout.py megakernel/sass.py
+	@mkdir -p $(@D)
+	@cp $< $@.new && python3 megakernel/descriptor.py $@.new && mv $@.new $@
+$(BUILD)/nvcc/%.cu.o: %.cu
 	$(call nvcc)
 endif
 
@@ -176,7 +180,7 @@ ASAN    := BUILD=$(BUILD)/asan CFLAGS='-O2 -g -march=native' SAN='-fsanitize=add
 tested-asan:
 	+@$(MAKE) --no-print-directory $(ASAN) tested
 # Racecheck's kernel as far as PTX, behind the longest compilation, so that it is not alone behind all others.
-KERNELS := $(if $(NVCC),$(addprefix $(BUILD)/plain/megakernel/,kernel.cu.o baseline.cu.o) $(BUILD)/race/megakernel/kernel.ptx)
+KERNELS := $(if $(NVCC),$(addprefix $(BUILD)/nvcc/megakernel/,kernel.cu.o baseline.cu.o) $(BUILD)/race/megakernel/kernel.ptx)
 test:
 	+@$(MAKE) --no-print-directory -j$(JOBS) tested-asan $(KERNELS) tested
 	@tests/run.sh $(BUILD)/asan $(BUILD)

@@ -34,68 +34,17 @@ import re
 import struct
 import sys
 
-M64 = (1 << 64) - 1
-BRA, CALL, RET, EXIT, BRX, COLLECTIVE, BSSY, NOP = 0x947, 0x944, 0x950, 0x94D, 0x949, 0x348, 0x945, 0x918
-SPLIT = (BRA, CALL, RET, BRX, COLLECTIVE)  # their targets' lowest eight bits stand apart; those of RET and BRX, to which a register is added, are the kernel's beginning
+from sass import BRA, BRX, BSSY, CALL, COLLECTIVE, EXIT, LEFT_OUT, MOST_STALL, NOP, RET, SPLIT, Refused, aimed, ends, idle, stall, stalled, target, turns_round
+
 MOVES = (0x802, 0x424)  # MOV, IMAD.MOV of 32 bits
 COPIES = (0x202, 0x224)  # MOV, IMAD.MOV of a register
 BRANCH = (0x0000000000007947, 0x000FEA0003800000)  # an unconditional one, five clocks, that waits for nothing
-STALL = 15 << 41  # of an instruction's upper word: clocks until the next one
-MOST_STALL = 11  # ptxas has longer ones with another bit beside them only
 TURNED_STALL = MOST_STALL  # clocks that a branch which was turned round leaves to what now follows it, and used to follow a jump
 EXECUTED = 256  # warps of all workers in a step: what fewer execute is not moved to the front
 BESIDE = 16  # models from this bit on: their steps of several rows, or at a long context; only of what no other step executes, whose order they leave as it is
 OTHERS = 31  # in a kernel for one model: steps of one row of the others, whose code lies behind all that
 GAPS = (4, 8, 16, 32, 64, 128)  # so many instructions of another kind stay between two segments of one, a branch around them being one, too; more if there is no room for the branches
 WIDER = 64  # times as many between two segments of what lies beside: who comes there has time, and branches saved there are room for those of one row
-
-
-class Refused(Exception):
-    pass
-
-
-# ---- instructions ---------------------------------------------------------------------------------------------------
-
-
-def target(lo, hi, pc):
-    """Of a control instruction at byte pc: the byte it leads to."""
-    v = lo >> 34 | (hi & 0x3FFFF) << 30
-    if lo & 0xFFF != BSSY:
-        v = v << 8 | lo >> 16 & 0xFF
-        v -= (v >> 55) << 56
-    else:
-        v -= (v >> 47) << 48
-    return pc + 16 + 4 * v
-
-
-def aimed(lo, hi, pc, to):
-    """The same instruction at pc, leading to `to`."""
-    v = (to - pc - 16) // 4
-    if lo & 0xFFF != BSSY:
-        lo = lo & ~(0xFF << 16) | (v & 0xFF) << 16
-        v >>= 8
-    v &= (1 << 48) - 1
-    return lo & (1 << 34) - 1 | v << 34 & M64, hi & ~0x3FFFF | v >> 30
-
-
-def plain(lo, hi):
-    """A branch by one predicate or none: no second one, not .DIV or .U."""
-    return hi >> 23 & 15 == 7 and not hi >> 27 & 1 and not lo >> 24 & 0xFF and not lo >> 32 & 3
-
-
-def turns_round(lo, hi):
-    return lo & 0xFFF == BRA and plain(lo, hi) and lo >> 12 & 7 != 7
-
-
-def ends(lo, hi):
-    """Nothing follows it."""
-    op, always = lo & 0xFFF, lo >> 12 & 15 == 7
-    return op == BRX or always and (op == RET or op == EXIT and hi >> 23 & 15 == 7 or op == BRA and plain(lo, hi))
-
-
-def idle(lo, hi):
-    """A NOP of one clock that waits for no scoreboard and sets none."""
-    return lo & 0xFFF == NOP and hi >> 41 & 15 <= 1 and hi >> 46 & 0xFFF == 0x3F
 
 
 class Code:
@@ -284,14 +233,6 @@ def segments(k, models, gap):
     return result
 
 
-def stall(hi):
-    return (hi & STALL) >> 41
-
-
-def stalled(hi, clocks):
-    return hi & ~STALL | clocks << 41
-
-
 class Moved:
     """The kernel in another order: .word; .gap; .at, the new place of each instruction, or of what follows it if it is left out; .origin, the instruction of each new place, None: added;
     .later, the instructions that wait longer, since a branch behind them is left out: what that led to may need their results, or the barriers that they set."""
@@ -308,7 +249,9 @@ class Moved:
                 lo, hi = c.word[i]
                 last, at[i] = i == s[1] - 1, len(out)
                 around = last and turns_round(lo, hi) and c.to[i] == follows and s[1] not in (follows, c.n)
-                if idle(lo, hi) and i > s[0] and c.op[i - 1] == BRA and c.word[i - 1][1] >> 27 & 1:
+                if (lo, hi) == LEFT_OUT:
+                    self.dropped += 1
+                elif idle(lo, hi) and i > s[0] and c.op[i - 1] == BRA and c.word[i - 1][1] >> 27 & 1:
                     self.dropped += 1  # holds the place of what is done together by a warp that has parted: BRA.DIV leads there
                 elif last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F and out and out[-1][2] is not None and stall(out[-1][0][1]) + stall(hi) <= MOST_STALL:
                     self.dropped += 1
@@ -353,7 +296,7 @@ def prove(k, m):
 
     def comes_to(p, i):
         """Whether control at new place p comes to old instruction i, or to what that went on to if it was left out."""
-        for _ in range(8):
+        for _ in range(64):
             if m.origin[p] is None:
                 p = target(*m.word[p], 16 * p) // 16
             elif m.origin[p] == i:

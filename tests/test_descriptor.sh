@@ -1,0 +1,159 @@
+#!/bin/bash
+# megakernel/descriptor.py: what it finds in code of a few instructions, that it is what was built, and that its proof can fail. No GPU: tests/gpu runs what comes out.
+PYTHONPATH=megakernel python3 - "$BUILD" <<'PY'
+import os
+import sys
+from types import SimpleNamespace
+
+import descriptor
+import layout
+import sass
+from sass import BRA, BSSY, EXIT, LEFT_OUT, NOP, Refused, field, opcode, stall, stalled, waits
+
+failed = []
+
+
+def check(name, right):
+    print(("ok - descriptor: " if right else "not ok - descriptor: ") + name)
+    failed.extend([] if right else [name])
+
+
+# Instructions as nvcc makes them.
+def clocks(w, n, wait=0):
+    return w[0], stalled(w[1], n) & ~(sass.LONG if n > 11 else 0) | wait << 52
+
+
+def when(p, w):
+    return w[0] & ~0xF000 | p << 12, w[1]
+
+
+def uldc(u):
+    return 0x0000820000007AB9 | u << 16, 0x000FE20000000A00
+
+
+def ldc(r, at=0x8200):
+    return at << 32 | 0xFF007B82 | r << 16, 0x000EA20000000A00  # it announces by scoreboard 2
+
+
+def r2ur(u, r, n=2):
+    return clocks((0x72CA | u << 16 | r << 24, 0x000FE400000E0000), n)
+
+
+def ldg(r, u, address):
+    return 0x7981 | r << 16 | address << 24 | u << 32, 0x000F62000C1EFD00
+
+
+def mov(r, n=1):
+    return clocks((0x000000FF00007224 | 0xFF000000 | r << 16, 0x000FE400078E00FF), n)
+
+
+def copy(r, of):
+    return 0x000000FFFF007224 | r << 16, 0x000FE200078E0000 | of
+
+
+def wide(r, n):
+    """IMAD.WIDE.U32 r, R4, 16, r."""
+    return clocks((0x0000001004007825 | r << 16, 0x000FE200078E0000 | r), n)
+
+
+def isetp(p, n):
+    """ISETP.NE.AND p, PT, R44, RZ, PT."""
+    return clocks((0x000000FF2C00720C, 0x000FE20003F05070 & ~(7 << 17) | p << 17), n)
+
+
+def sts(u):
+    return 0x012820FF00007988, 0x000FE80008000800 | u
+
+
+ret, end, nop = (0x0000000010007950, 0x000FEA0003C3FFFF), (0x000000000000794D, 0x000FEA0003800000), (0x0000000000007918, 0x000FC00000000000)
+
+
+def kernel(*function, entry=(uldc(26),), to={}):
+    """One whose entry is `entry` and whose only function is `function`; to: where its branches lead, in instructions of it."""
+    n = len(entry) + 1
+    word = [*entry, end, *function, ret, nop]
+    c = SimpleNamespace(word=word, op=[opcode(w) for w in word], n=len(word), table=[], to={n + i: n + t for i, t in to.items()})
+    return SimpleNamespace(code=c, functions=[(0, n, "entry"), (n, len(word), "function")], elf=None, name="kernel")
+
+
+def edited(*function, **how):
+    e = descriptor.Edit(kernel(*function, **how))
+    n = e.k.functions[1][0]
+    return e, {i - n for i in e.gone}, lambda i: e.now(n + i)
+
+
+far = [mov(9, 11)] * 6  # what is before a function may need as long
+first = [ldc(6), *far]
+look = [*first, r2ur(4, 6), r2ur(5, 7, 13), ldg(8, 4, 18)]
+e, gone, now = edited(*look)
+check("a load names the entry's pair, its own is not made any more", e.named == 1 and gone == {7, 8} and field(now(9), 32, 6) == 26 and field(now(9), 0, 32) == field(look[9], 0, 32))
+e, gone, now = edited(*first, clocks(r2ur(4, 6), 2, 4), *look[8:])
+check("which waits for what that would have waited for", gone == {7, 8} and waits(now(9)) == 4)
+e, gone, now = edited(*first, *(when(0, w) for w in look[7:]))
+check("under a predicate as well", e.named == 1 and gone == {7, 8})
+e, gone, now = edited(look[0], *look[7:])
+check("what is before a function may need longer: nothing comes sooner", e.named == 1 and gone and sum(stall(now(i)[1]) for i in range(3) if i not in gone) == 16)
+
+check("another constant is none", edited(ldc(6, 0x8400), *look[1:])[0].named == 0)
+check("nor a register that was written meanwhile", edited(*first, mov(7), *look[7:])[0].named == 0)
+check("nor one that has it on one of two ways", edited(isetp(0, 13), when(0, (BRA | 7 << 12, 0x000FEA0003800000)), *look, to={1: 3})[0].named == 0)
+check("a copy is", edited(*first, copy(20, 6), r2ur(4, 20), *look[8:])[0].named == 1)
+e, gone, now = edited(*look, sts(4))
+check("a register that somebody else reads is still made", e.named == 1 and gone == {8})
+check("where a kernel's entry has no descriptor nothing changes", not descriptor.Edit(kernel(*look, entry=(mov(9),))).word)
+check("nor where it is behind a branch", not descriptor.Edit(kernel(*look, entry=((BRA, 0x000FEA0003800000 ^ 0), uldc(26)), to={-3: -1})).word)
+check("nor where somebody writes its pair", not descriptor.Edit(kernel(*look, r2ur(27, 9))).word)
+check("nor where there is an instruction that nobody knows", not descriptor.Edit(kernel(*look, (0x7ABC, 0x000FE20000000000))).word)
+
+# clocks
+e, gone, now = edited(*first, isetp(5, 13), when(5, r2ur(4, 6)), when(5, r2ur(5, 7, 13)), when(5, ldg(8, 4, 18)), isetp(5, 13))
+check("a load comes 13 clocks behind its predicate, not 28", gone == {8, 9} and stall(now(7)[1]) == 13)
+e, gone, now = edited(*first, wide(18, 2), r2ur(4, 6), mov(10), r2ur(5, 7, 1), mov(11, 12), ldg(8, 4, 18))
+own = stall(now(7)[1]) + stall(now(9)[1]) + stall(now(11)[1])
+check("and its address at least as long before it as arithmetic takes: %d" % own, gone == {8, 10} and 5 <= own < 13)
+
+fields = [ldc(6), r2ur(4, 6), ldg(8, 4, 18), sts(4), isetp(5, 13), wide(18, 2)]
+check("registers are read where they stand", [sass.writes_uniform(w) for w in fields] == [set(), {4}, set(), set(), set(), set()] and [sass.reads_uniform(w) for w in fields] == [set(), set(), {4, 5}, {4}, set(), set()]
+      and [set(sass.writes(w)) for w in fields] == [{6, 7}, set(), {8, 9, 10, 11}, set(), set(), {18, 19}] and sass.writes_predicates(isetp(5, 13)) == {5} and 5 in sass.reads_predicates(when(5, look[3])))
+
+# the kernel that was built
+nvcc, plain = (os.path.join(sys.argv[1], d, "megakernel/kernel.cu.o") for d in ("nvcc", "plain"))
+if not os.path.exists(nvcc):
+    print("ok - descriptor: the kernel that was built # SKIP built without nvcc")
+    sys.exit(bool(failed))
+k, built = layout.resident(nvcc), layout.resident(plain)
+e = descriptor.Edit(k)
+out = [LEFT_OUT if i in e.gone else e.now(i) for i in range(k.code.n)]
+check("of the kernel that was built %d loads and stores name another pair, %d R2UR are left out, %d stay" % (e.named, len(e.gone), e.kept), e.named > 1000 and len(e.gone) > 5 * e.kept)
+check("and it is what was built", out == built.code.word)
+check("nothing else is left out, and nothing was there that looks like it", all(k.code.op[i] == sass.R2UR for i in e.gone) and LEFT_OUT not in k.code.word)
+check("layout.py leaves all of them out", not set(layout.moved(built, [0] * k.code.n).word) & {LEFT_OUT})
+
+
+# a proof that cannot fail proves nothing
+def spoiled(name, spoil, of=lambda i: True):
+    """Spoils what became of an instruction between two that were left out, in a block of its own."""
+    for first, last, _ in k.functions[1:]:
+        parts = descriptor.blocks(k.code, first, last)
+        tail = descriptor.waited_for(k.code, parts)
+        for b in parts:
+            gone = {i for i in e.gone if b.first <= i < b.end}
+            for i in (i for i in range(b.first, b.end - 1) if gone and i not in gone and i in e.word and of(i)):
+                bad = SimpleNamespace(c=k.code, now=lambda j, i=i: spoil(e.now(j)) if j == i else e.now(j))
+                descriptor.prove(e, b, gone, tail[b])
+                try:
+                    descriptor.prove(bad, b, gone, tail[b])
+                except Refused as why:
+                    print("# " + str(why))
+                    check("found: " + name, True)
+                    return
+                if name.startswith("an"):
+                    return check("found: " + name, False)
+    check("found: " + name, False)
+
+
+spoiled("an instruction that has become another", lambda w: (w[0] ^ 1 << 16, w[1]))
+spoiled("an instruction that waits for less", lambda w: (w[0], w[1] & ~(63 << 52)), lambda i: waits(k.code.word[i]))
+spoiled("clocks that are missing", lambda w: (w[0], stalled(w[1], stall(w[1]) - 4)), lambda i: stall(e.now(i)[1]) > 8 and k.code.op[i] in (0x20C, 0x80C))
+sys.exit(bool(failed))
+PY
