@@ -38,7 +38,6 @@ template <uint32_t ROWS> MK_CALL void mk_gate_of(const mk_insn *in)
     float *red = sh->red + (turn & 1) * (MK_RED_FLOATS / 2); /* [row][products, squares][warp] */
     float sum[ROWS] = {}, squares[ROWS] = {};
     mk_staged_drop(d);
-    if (nrows > MK_MAX_ROWS / 2) mk_sync(); /* the product before is read: mk_red_base has but one place for so many rows */
 #pragma unroll 1
     for (uint32_t base = 0; base < p->packets; base += T * MK_COMPUTE) {
         const uint32_t first = base + d->tid;
@@ -61,7 +60,7 @@ template <uint32_t ROWS> MK_CALL void mk_gate_of(const mk_insn *in)
 #pragma unroll
             for (uint32_t e = 0; e < 3; e++) gain[j][e] = e < count[j] ? __ldg(gamma + value[j] + e) : 0;
         }
-        if (!base) { /* whoever reads a stage leaves it: its group puts the weights where all can read them */
+        if (!base) { /* whoever reads a stage leaves it: its group puts the weights where all can read them; behind the barrier the product before is read, too, for many rows have but one place (mk_red_base) */
             if (mk_group_first(d->warp, stage) == 0) mk_gate_weights(d, stage, k, weights);
             mk_sync();
         }

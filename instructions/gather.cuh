@@ -775,7 +775,7 @@ MK_DEV void mk_some_wait(const uint4 *from, uint32_t row_packets, const mk_turns
  * the next while these are staged. No barrier behind it yet. */
 template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(const mk_insn *in)
 {
-    constexpr uint32_t T = MK_LOADS_OF(F32, PRO), N = 8, R = N / T, WORDS = F32 ? 2 : 3;
+    constexpr uint32_t T = MK_LOADS_OF(F32, PRO), N = 8, R = N / T, TWO = R < 2 ? 1 : 2, WORDS = F32 ? 2 : 3;
     constexpr bool FP8 = FORM == MK_X_F16, RMS = PRO == MK_ONE_RMS, HEADS = PRO == MK_ONE_HEADS;
     static_assert(T * R == N, "whole rows");
     const mk_dev here = mk_here(in), *d = &here;
@@ -831,24 +831,24 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
             next[i] = make_uint4(0, 0, 0, epoch);
             mk_packet_again(&next[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), wanted & 1u << i);
         }
+        /* Two rows at a time, so that what each takes long for (a sum and a maximum over the warp) lies beside the other's. */
 #pragma unroll
-        for (uint32_t r = 0; r < R; r++) {
-            if (row0 + r >= nrows) break;
-            const uint32_t to = to_row + r * stride;
-            uint32_t top = 0;
-            float sum = 0;
+        for (uint32_t r0 = 0; r0 < R; r0 += TWO) {
+            if (row0 + r0 >= nrows) break;
+            uint32_t top[TWO] = {};
+            float sum[TWO] = {};
 #pragma unroll
-            for (uint32_t j = 0; j < T; j++) { /* what was not asked for is zero */
+            for (uint32_t i = 0; i < TWO * T; i++) { /* what was not asked for is zero */
+                const uint32_t which = i / T, j = i % T, r = r0 + which, at = to_row + r * stride + 2 * value[j];
                 uint4 &x = q[r * T + j];
-                const uint32_t at = to + 2 * value[j];
-                const bool has = turn & 1u << j;
+                const bool has = (!which || row0 + r < nrows) && turn & 1u << j;
                 if (F32) {
                     float y[3] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z)};
                     const float by[3] = {gain[RMS ? j : 0][0].x, gain[RMS ? j : 0][0].y, gain[RMS ? j : 0][0].z};
 #pragma unroll
-                    for (uint32_t i = 0; i < 3; i++) {
-                        sum = __fmaf_rn(y[i], y[i], sum);
-                        y[i] = __fmul_rn(y[i], by[i]);
+                    for (uint32_t e = 0; e < 3; e++) {
+                        sum[which] = __fmaf_rn(y[e], y[e], sum[which]);
+                        y[e] = __fmul_rn(y[e], by[e]);
                     }
                     x.x = mk_bf16_pair(y[0], y[1]), x.y = mk_bf16_pair(y[2], 0), x.z = 0;
                 } else {
@@ -856,49 +856,64 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
                     if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * (r * T + j) + 4 * h.slice, mk_packet_word(x, word));
                     if (!HEADS && left - value[j] < 6) mk_packet_clip(w, value[j], left);
 #pragma unroll
-                    for (uint32_t i = 0; i < 3; i++) {
-                        if (HEADS) w[i] &= mine[i];
+                    for (uint32_t e = 0; e < 3; e++) {
+                        if (HEADS) w[e] &= mine[e];
                         const float4 a = gain[RMS ? j : 0][0], b = gain[RMS ? j : 0][F32 ? 0 : 1];
-                        if (RMS) w[i] = mk_word_scaled(w[i], i == 0 ? a.x : i == 1 ? a.z : b.x, i == 0 ? a.y : i == 1 ? a.w : b.y, &sum);
+                        if (RMS) w[e] = mk_word_scaled(w[e], e == 0 ? a.x : e == 1 ? a.z : b.x, e == 0 ? a.y : e == 1 ? a.w : b.y, &sum[which]);
                     }
                     x.x = w[0], x.y = w[1], x.z = w[2];
                 }
                 if (FP8)
-                    top = __vmaxu2(__vmaxu2(__vmaxu2(top, mk_magnitudes(x.x)), mk_magnitudes(x.y)), mk_magnitudes(x.z));
+                    top[which] = __vmaxu2(__vmaxu2(__vmaxu2(top[which], mk_magnitudes(x.x)), mk_magnitudes(x.y)), mk_magnitudes(x.z));
                 else
                     mk_hand_put<F32>(at, has, mine, x);
             }
             __syncwarp();
-            if (RMS) mk_row_squares(d, parity, row0 + r, mk_warp_sum(sum));
-            float factor = 1;
-            if (FP8) {
-                const mk_f16_shift shift = mk_f16_shift_of(__reduce_max_sync(0xffffffffu, mk_top_of(top)));
-                factor = shift.inverse;
+            if (RMS) {
 #pragma unroll
-                for (uint32_t j = 0; j < T; j++) mk_hand_put<F32>(to + 2 * value[j], turn & 1u << j, mine, mk_packet_shifted<F32>(q[r * T + j], shift.less));
+                for (uint32_t step = 16; step; step /= 2)
+#pragma unroll
+                    for (uint32_t i = 0; i < TWO; i++) sum[i] = mk_warp_add(sum[i], step);
             }
-            /* a lane a group, for its K blocks */
-            if (HEADS && group * g.values < k) {
-                float squares = 0;
+            if (FP8)
+#pragma unroll
+                for (uint32_t i = 0; i < TWO; i++) top[i] = __reduce_max_sync(0xffffffffu, mk_top_of(top[i]));
+#pragma unroll
+            for (uint32_t i = 0; i < TWO; i++) {
+                const uint32_t r = r0 + i, row = row0 + r;
+                if (i && row >= nrows) break;
+                if (RMS) mk_row_squares(d, parity, row, sum[i]);
+                float factor = 1;
+                if (FP8) {
+                    const mk_f16_shift shift = mk_f16_shift_of(top[i]);
+                    factor = shift.inverse;
+#pragma unroll
+                    for (uint32_t j = 0; j < T; j++) mk_hand_put<F32>(to_row + r * stride + 2 * value[j], turn & 1u << j, mine, mk_packet_shifted<F32>(q[r * T + j], shift.less));
+                }
+                /* a lane a group, for its K blocks */
+                if (HEADS && group * g.values < k) {
+                    float squares = 0;
 #pragma unroll 1
-                for (uint32_t s = 0; s * g.slice < g.values; s++) squares += __uint_as_float(mk_lds32(trailers + 128 * (r * T + d->lane) + 4 * s));
-                const float rstd = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
-                factor = __fmul_rn(factor, rstd);
-                if (!FP8) sh->head_rstd[row0 + r][group] = rstd;
+                    for (uint32_t s = 0; s * g.slice < g.values; s++) squares += __uint_as_float(mk_lds32(trailers + 128 * (r * T + d->lane) + 4 * s));
+                    const float rstd = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
+                    factor = __fmul_rn(factor, rstd);
+                    if (!FP8) sh->head_rstd[row][group] = rstd;
+                }
+                if (FP8 && group * g.values < k) mk_factor_put(k, g.values, group, row * (stride & ~127u), factor);
             }
-            if (FP8 && group * g.values < k) mk_factor_put(k, g.values, group, (row0 + r) * (stride & ~127u), factor);
         }
         if (HEADS) __syncwarp(); /* the trailers are read */
 #pragma unroll
         for (uint32_t i = 0; i < N; i++) q[i] = next[i];
     }
 }
-/* Stages values [c0, c0 + n) of such a vector of bf16 without an RMS norm, a lane's packet of all rows at a time. again: it is not the vector's first part, with which all of it is looked at for
+/* Stages values [c0, c0 + n) of such a vector of bf16 without an RMS norm, a lane's packet of all rows at a time. LOOK: it is the vector's first part, with which all of it is looked at for
  * what no part can say: largest values and norms of heads; the first part is staged as it comes then, and its values become f16 where they lie. No barrier behind it yet. */
-template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
+template <uint32_t FORM, bool HEADS, bool LOOK> MK_CALL void mk_gather_part(const mk_insn *in, uint32_t c0, uint32_t n)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     constexpr uint32_t N = MK_MAX_ROWS;
+    static_assert(!LOOK || FP8 || HEADS, "there is something to look for");
     const mk_dev here = mk_here(in), *d = &here;
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
@@ -908,18 +923,17 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
     const uint32_t nrows = d->step->nrows, stride = mk_row_stride(n), row_packets = v->nslice * v->slice_packets, epoch = f->place.epoch[0], staged = mk_smem(sh->staging);
     const mk_hand h = mk_hand_of<false>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<false>(g);
-    const uint32_t group0 = d->warp * g.values, per_head = mk_small_quot(g.values, g.slice), heads = mk_small_quot(p->x.k, g.values), rows = (1u << nrows) - 1, word = HEADS ? mk_trailer_word(g) : 0;
+    const uint32_t group0 = d->warp * g.values, per_head = mk_small_quot(g.values, g.slice), heads = mk_small_quot(p->x.k, g.values), rows = (1u << nrows) - 1, word = HEADS && LOOK ? mk_trailer_word(g) : 0;
     float *const trailer = sh->red; /* [row][slice of its head][head] */
-    const bool look = !again && (FP8 || HEADS);
-    const uint32_t begin = look ? 0 : c0, end = look ? p->x.k : c0 + n;
+    const uint32_t begin = LOOK ? 0 : c0, end = LOOK ? p->x.k : c0 + n;
     uint32_t at = group0, packet = p->skip + d->warp * g.packets + d->lane, of_row[N] = {}; /* at: the group's first value; of_row: largest magnitudes so far where it looks, else mk_f16_shift.less */
     for (; at + g.values <= begin; at += turns.values[0]) packet += turns.packets[0];
-    if (FP8 && !look)
+    if (FP8 && !LOOK)
 #pragma unroll
         for (uint32_t r = 0; r < N; r++) of_row[r] = mk_f16_shift_of(sh->top[r][d->warp]).less;
     const auto wanted_of = [&](uint32_t first) { /* rows of the lane's packet of the group that begins there */
         const uint32_t x = first + h.value;
-        return first < end && h.any && ((look && HEADS) || (h.count && x < end && x + h.count > begin)) ? rows : 0;
+        return first < end && h.any && ((LOOK && HEADS) || (h.count && x < end && x + h.count > begin)) ? rows : 0;
     };
     uint4 q[N];
     uint32_t wanted = wanted_of(at);
@@ -929,7 +943,7 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
         q[r] = make_uint4(0, 0, 0, epoch);
         mk_packet_again(&q[r], from + r * row_packets, wanted & 1u << r);
     }
-    if (HEADS && look) mk_sync(); /* nobody reads the reduction area any more */
+    if (HEADS && LOOK) mk_sync(); /* nobody reads the reduction area any more */
 #pragma unroll 1
     while (at < end) {
         const uint32_t here_p = packet, x = at + h.value, to = staged + 2 * (x - c0); /* wraps */
@@ -950,55 +964,55 @@ template <uint32_t FORM, bool HEADS> MK_CALL void mk_gather_part(const mk_insn *
             any[i] = has && 2 * i < h.count && x + 2 * i < end;
             mine[i] = any[i] && x + 2 * i >= c0 && x + 2 * i < c0 + n;
         }
+        float *const to_trailer = trailer + h.slice * heads + mk_small_quot(x - h.value, g.values);
 #pragma unroll
         for (uint32_t r = 0; r < N; r++) {
             if (r >= nrows) break;
             const uint32_t w[3] = {q[r].x, q[r].y, q[r].z};
-            if (HEADS && look && has && h.trailer) trailer[(r * per_head + h.slice) * heads + mk_small_quot(x - h.value, g.values)] = __uint_as_float(mk_packet_word(q[r], word));
-            if (FP8 && look)
+            if (HEADS && LOOK && has && h.trailer) to_trailer[r * per_head * heads] = __uint_as_float(mk_packet_word(q[r], word));
+            if (FP8 && LOOK)
 #pragma unroll
                 for (uint32_t i = 0; i < 3; i++) of_row[r] = __vmaxu2(of_row[r], any[i] ? mk_magnitudes(w[i]) : 0);
 #pragma unroll
             for (uint32_t i = 0; i < 3; i++)
-                if (mine[i]) mk_sts32(to + r * stride + 4 * i, FP8 && !look ? mk_f16_pair_shifted(w[i], of_row[r]) : w[i]);
+                if (mine[i]) mk_sts32(to + r * stride + 4 * i, FP8 && !LOOK ? mk_f16_pair_shifted(w[i], of_row[r]) : w[i]);
         }
 #pragma unroll
         for (uint32_t r = 0; r < N; r++) q[r] = next[r];
     }
     __syncwarp();
-    if (look) {
-        if (FP8)
+    if (FP8 && LOOK) {
 #pragma unroll
-            for (uint32_t r = 0; r < N; r++)
-                if (r < nrows) mk_row_top(d, r, mk_top_of(of_row[r]));
-        if (HEADS) {
-            const uint32_t head = d->warp + d->lane * MK_WARPS;
-#pragma unroll 1
-            for (uint32_t r = 0; r < nrows && head * g.values < p->x.k; r++) {
-                float squares = 0;
-#pragma unroll 1
-                for (uint32_t s = 0; s < per_head; s++) squares += trailer[(r * per_head + s) * heads + head];
-                sh->head_rstd[r][head] = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
-            }
-        }
+        for (uint32_t r = 0; r < N; r++)
+            if (r < nrows) mk_row_top(d, r, mk_top_of(of_row[r]));
         __syncwarp();
     }
+    /* a lane a row and one of the warp's heads */
+    const uint32_t r = d->lane % N;
+#pragma unroll 1
+    for (uint32_t head = d->warp + d->lane / N * MK_WARPS; HEADS && LOOK && r < nrows && head < heads; head += 32 / N * MK_WARPS) {
+        float squares = 0;
+#pragma unroll 1
+        for (uint32_t s = 0; s < per_head; s++) squares += trailer[(r * per_head + s) * heads + head];
+        sh->head_rstd[r][head] = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
+    }
+    if (HEADS && LOOK) __syncwarp();
     if (FP8) {
         const uint32_t eights = g.values / 8;
 #pragma unroll 1
-        for (uint32_t first = group0; look && first < c0 + n; first += turns.values[0]) /* all of it is whole K blocks */
+        for (uint32_t first = group0; LOOK && first < c0 + n; first += turns.values[0]) /* all of it is whole K blocks */
 #pragma unroll 2
             for (uint32_t i = d->lane; i < nrows * eights; i += 32) {
-                const uint32_t r = mk_small_quot(i, eights), x = first + (i - r * eights) * 8;
-                if (x >= c0 && x < c0 + n) mk_f16_eight(staged + r * stride + 2 * (x - c0), mk_f16_shift_of(sh->top[r][d->warp]).less);
+                const uint32_t row = mk_small_quot(i, eights), x = first + (i - row * eights) * 8;
+                if (x >= c0 && x < c0 + n) mk_f16_eight(staged + row * stride + 2 * (x - c0), mk_f16_shift_of(sh->top[row][d->warp]).less);
             }
-        const uint32_t group = d->warp + d->lane * MK_WARPS, first = group * g.values; /* a lane a group, for its K blocks of the part */
+        /* a lane a row and one of the warp's groups, for its K blocks of the part */
+        const float inverse = mk_f16_shift_of(sh->top[r][d->warp]).inverse;
 #pragma unroll 1
-        for (uint32_t r = 0; r < nrows; r++) {
-            float factor = mk_f16_shift_of(sh->top[r][d->warp]).inverse;
-            if (HEADS && first < p->x.k) factor = __fmul_rn(factor, sh->head_rstd[r][group]);
+        for (uint32_t group = d->warp + d->lane / N * MK_WARPS; r < nrows && group * g.values < p->x.k; group += 32 / N * MK_WARPS) {
+            const float factor = HEADS ? __fmul_rn(inverse, sh->head_rstd[r][group]) : inverse;
 #pragma unroll 1
-            for (uint32_t b = first; b < first + g.values; b += 64)
+            for (uint32_t b = group * g.values; b < (group + 1) * g.values; b += 64)
                 if (b >= c0 && b < c0 + n) sh->factor[r * (stride >> 7) + (b - c0) / 64] = factor;
         }
     }
@@ -1015,7 +1029,11 @@ template <uint32_t FORM> MK_DEV bool mk_gather_dealt(const mk_insn *in, bool who
         if (!whole || turns > MK_LOADS_OF(true, MK_ONE_RMS)) return false;
         p->f32 ? mk_gather_some<true, FORM, MK_ONE_RMS>(in) : mk_gather_some<false, FORM, MK_ONE_RMS>(in);
     } else if (!whole || turns > MK_LOADS_OF(false, MK_ONE_LONG)) {
-        heads ? mk_gather_part<FORM, true>(in, c0, n, c0 != 0) : mk_gather_part<FORM, false>(in, c0, n, c0 != 0);
+        constexpr bool F16 = FORM == MK_X_F16; /* in bf16 there is nothing of heads to say of a part, and nothing to look for of others */
+        if (heads)
+            c0 ? mk_gather_part<FORM, F16, false>(in, c0, n) : mk_gather_part<FORM, true, true>(in, c0, n);
+        else
+            c0 || !F16 ? mk_gather_part<FORM, false, false>(in, c0, n) : mk_gather_part<FORM, false, F16>(in, c0, n);
     } else if (heads) {
         mk_gather_some<false, FORM, MK_ONE_HEADS>(in);
     } else {

@@ -17,6 +17,12 @@ MK_DEV uint32_t mk_order_key(float v)
     return u ^ ((uint32_t)((int32_t)u >> 31) | 0x80000000u);
 }
 
+/* What has that key, but for the sign of 0; of NaN: -inf. */
+MK_DEV float mk_order_value(uint32_t key)
+{
+    return __uint_as_float(key ^ ((uint32_t)((int32_t)~key >> 31) | 0x80000000u));
+}
+
 /* The sums of the first row's logits, from one's first on: a neighbour of the same group is a word further, the next row MK_SUM_GROUP words. */
 typedef struct mk_logits {
     const uint64_t *word;
@@ -66,37 +72,34 @@ MK_DEV void mk_logits_cleared(const mk_dev *d, uint64_t had)
     if ((uint32_t)(had | had >> 32) & d->sh->lap.none) d->memo->staged = 0;
 }
 
-/* In the reduction area; then, for as many rows as fit, order keys of the choices and scores: uint32_t key[n], float score[n] a row. A key of 0 is out of the
- * race. */
+/* In the reduction area; then, for as many rows as fit, order keys of the choices and scores: uint32_t key[n], float score[n] a row; keys alone where logits choose
+ * (mk_route_plain). A key of 0 is out of the race. */
 typedef struct mk_route_scratch {
     alignas(16) uint16_t id[MK_MAX_ROWS][MK_MAX_TOPK]; /* ascending; 0xffff: none */
     uint32_t chosen[MK_EXPERT_LANES];      /* bit set of all rows' experts */
     uint32_t before[MK_EXPERT_LANES];      /* experts of the union in the words before */
 } mk_route_scratch;
 static_assert(sizeof(mk_route_scratch) + MK_MAX_EXPERT * 8 <= MK_RED_FLOATS * 4, "a row fits");
+static_assert(2 * MK_MAX_ROWS * MK_MAX_TOPK <= MK_COMPUTE, "two threads a pair: mk_route_union");
 
-/* Softmax's keys and scores[0..n), out of the logits, by one warp; expert i belongs to lane i mod 32. */
+/* Keys and scores[0..n) of a softmax that is not plain, out of the logits, by one warp; expert i belongs to lane i mod 32. */
 MK_DEV void mk_route_softmax(const mk_route *t, const float *bias, uint32_t *key, float *score)
 {
     const uint32_t lane = threadIdx.x % 32, n = t->experts;
-    const bool plain = mk_route_plain(t);
     float max = -INFINITY, sum = 0;
     for (uint32_t i = lane; i < n; i += 32) max = fmaxf(max, score[i]);
 #pragma unroll
     for (int m = 16; m; m >>= 1) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, m));
     for (uint32_t i = lane; i < n; i += 32) {
-        const float l = score[i], e = mk_expf(l - max);
-        if (plain) key[i] = mk_order_key(l);
+        const float e = mk_expf(score[i] - max);
         score[i] = e;
         sum += e;
     }
-    if (!plain) {
-        sum = mk_warp_sum(sum);
-        for (uint32_t i = lane; i < n; i += 32) {
-            const float s = mk_div(score[i], sum);
-            score[i] = s;
-            key[i] = mk_order_key(bias ? s + __ldg(bias + i) : s);
-        }
+    sum = mk_warp_sum(sum);
+    for (uint32_t i = lane; i < n; i += 32) {
+        const float s = mk_div(score[i], sum);
+        score[i] = s;
+        key[i] = mk_order_key(bias ? s + __ldg(bias + i) : s);
     }
     __syncwarp();
 }
@@ -138,9 +141,9 @@ MK_CALL void mk_route_prepare(const mk_route *t, const float *bias, uint32_t *ke
     if (t->groups > 1) mk_route_groups(t, bias, key, score);
 }
 
-/* One warp chooses a row's experts: lane k < topk gets the k-th best; ties go to the lower id. Expert i belongs to lane i mod 32, and a lane knows its best
+/* One warp chooses a row's experts: lane k < topk gets the k-th best, and its key; ties go to the lower id. Expert i belongs to lane i mod 32, and a lane knows its best
  * three, so that the keys are hardly ever looked through again. The keys of the chosen become 0. Nothing here makes lanes part. */
-MK_DEV uint32_t mk_route_choose(uint32_t n, uint32_t topk, uint32_t *key, uint32_t lane)
+MK_DEV uint32_t mk_route_choose(uint32_t n, uint32_t topk, uint32_t *key, uint32_t lane, uint32_t *best)
 {
     uint32_t mine = 0xffffffffu, k = 0;
 #pragma unroll 1
@@ -164,6 +167,7 @@ MK_DEV uint32_t mk_route_choose(uint32_t n, uint32_t topk, uint32_t *key, uint32
             const bool won = at1 == win;
             if (won) key[win] = 0;
             mine = lane == k ? win : mine;
+            *best = lane == k ? most : *best;
             k1 = won ? k2 : k1;
             at1 = won ? at2 : at1;
             k2 = won ? k3 : k2;
@@ -196,11 +200,13 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
         }
     }
     mk_sync();
-    if (tid >= nrows * topk) return;
-    uint32_t r = mk_small_quot(tid, topk), k = tid - r * topk, e = x->id[r][k], p = 0, same = 0;
-    uint32_t j = x->before[e / 32] + __popc(x->chosen[e / 32] & ((1u << (e % 32)) - 1));
+    /* two threads a pair or four, each of every second row or fourth */
+    const uint32_t n = nrows * topk, log = n <= MK_COMPUTE / 4 ? 2 : 1, part = tid & ((1u << log) - 1), pair = min(tid >> log, n - 1);
+    const uint32_t r = mk_small_quot(pair, topk), k = pair - r * topk, e = x->id[r][k];
+    const uint32_t j = x->before[e / 32] + __popc(x->chosen[e / 32] & ((1u << (e % 32)) - 1));
+    uint32_t p = 0, same = 0;
 #pragma unroll 2
-    for (uint32_t i = 0; i < nrows; i++) {
+    for (uint32_t i = part; i < nrows; i += 1u << log) {
         uint32_t below = 0, upto = 0;
 #pragma unroll
         for (uint32_t h = 0; h < MK_MAX_TOPK / 8; h++) {
@@ -216,6 +222,12 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
         p += i < r ? upto : below;
         same += i < r ? upto - below : 0;
     }
+    __syncwarp();
+    for (uint32_t m = 1; m >> log == 0; m <<= 1) {
+        p += __shfl_xor_sync(0xffffffffu, p, m);
+        same += __shfl_xor_sync(0xffffffffu, same, m);
+    }
+    if (part || tid >> log >= n) return;
     pairs->row[p] = (uint8_t)r;
     pairs->rank[p] = (uint8_t)k;
     pairs->expert[p] = (uint8_t)j;
@@ -261,12 +273,22 @@ MK_DEV void mk_route_take(const mk_dev *d, const mk_route *t, uint32_t r, uint32
     if (lane < topk) out->weight[r][rank] = w * t->scale;
 }
 
-/* One warp, one row. */
-MK_DEV void mk_route_row(const mk_dev *d, const mk_route *t, uint32_t r, const float *bias, uint32_t *key, float *score, mk_routes *out, mk_route_scratch *x)
+MK_DEV bool mk_route_by_logits(const mk_route *t)
 {
-    if (t->score == MK_SCORE_SOFTMAX || t->groups > 1) mk_route_prepare(t, bias, key, score);
-    const uint32_t e = mk_route_choose(t->experts, t->topk, key, d->lane);
-    mk_route_take(d, t, r, e, d->lane < t->topk ? score[e] : 0.0f, out, x);
+    return t->score == MK_SCORE_SOFTMAX && mk_route_plain(t);
+}
+/* One warp, one row. */
+MK_DEV void mk_route_row(const mk_dev *d, const mk_route *t, uint32_t r, const float *bias, uint32_t *key, mk_routes *out, mk_route_scratch *x)
+{
+    const bool by_logits = mk_route_by_logits(t);
+    float *score = (float *)key + t->experts;
+    uint32_t best = 0;
+    if (!by_logits && (t->score == MK_SCORE_SOFTMAX || t->groups > 1)) mk_route_prepare(t, bias, key, score);
+    const uint32_t e = mk_route_choose(t->experts, t->topk, key, d->lane, &best);
+    const float max = mk_order_value(__shfl_sync(0xffffffffu, best, 0));
+    float w = 0;
+    if (d->lane < t->topk) w = by_logits ? mk_expf(mk_order_value(best) - max) : score[e];
+    mk_route_take(d, t, r, e, w, out, x);
 }
 
 /* ---- one row, a thread an expert or two ----------------------------------------------------------------------------- */
@@ -295,8 +317,9 @@ MK_DEV uint32_t mk_count_above(uint4 q, uint32_t key)
 /* Many ties, or few experts to choose many from: the choice takes the candidates' place. By one warp. */
 MK_CALL void mk_route_among_all(const mk_route *t, mk_route_list *x)
 {
-    const uint32_t lane = threadIdx.x % 32, topk = t->topk, e = mk_route_choose(t->experts, topk, x->every, lane);
-    uint32_t place = 0;
+    const uint32_t lane = threadIdx.x % 32, topk = t->topk;
+    uint32_t place = 0, best;
+    const uint32_t e = mk_route_choose(t->experts, topk, x->every, lane, &best);
 #pragma unroll 1
     for (uint32_t k = 0; k < topk; k++) place += __shfl_sync(0xffffffffu, e, k) < e;
     x->key[lane] = 0;
@@ -465,28 +488,33 @@ MK_DEV void mk_route_pair_run(const mk_dev *d)
 
 MK_DEV void mk_route_run(const mk_dev *d)
 {
-    constexpr uint32_t AHEAD = 4; /* rows of a thread that are looked at together */
+    constexpr uint32_t PART = 4; /* of a thread's rows, whose logits are all looked at together */
     const mk_route *t = &d->in->route;
-    const uint32_t nrows = d->step->nrows, n = t->experts;
+    const bool by_logits = mk_route_by_logits(t);
+    const uint32_t nrows = d->step->nrows, n = t->experts, words = by_logits ? n : 2 * n; /* a row's */
     mk_routes *out = (mk_routes *)mk_local_at(d, d->in->signal_vec);
     mk_route_scratch *x = (mk_route_scratch *)d->sh->red;
-    uint32_t *key = (uint32_t *)(x + 1); /* a row: n keys, n scores */
-    const uint32_t fit = mk_small_quot(MK_RED_FLOATS * 4 - sizeof *x, 8 * n), batch = fit < nrows ? fit : nrows;
+    uint32_t *key = (uint32_t *)(x + 1);
+    const uint32_t fit = mk_small_quot(MK_RED_FLOATS * 4 - sizeof *x, 4 * words), batch = fit < nrows ? fit : nrows;
     const float *bias = t->has_bias ? d->a->param + t->param_off : (const float *)0;
 
     /* `groups` rows side by side, `per` threads each; of more experts than threads a thread has several */
     const uint32_t per = n < MK_COMPUTE ? (n + 31) & ~31u : MK_COMPUTE, groups = mk_small_quot(MK_COMPUTE, per), group = mk_small_quot(d->tid, per), e0 = d->tid - group * per;
     mk_logits logits = mk_logits_of(d, e0);
-    uint64_t q[AHEAD] = {};
+    uint64_t q[MK_MAX_ROWS] = {};
     float b = 0;
-    if (e0 < n && group < groups) {
+    const auto look = [&](uint32_t first) { /* from row `first` on */
 #pragma unroll
-        for (uint32_t i = 0; i < AHEAD; i++)
-            if (group + i * groups < nrows) q[i] = mk_logit_look(&logits, (group + i * groups) * MK_SUM_GROUP);
+        for (uint32_t i = 0; i < MK_MAX_ROWS; i++)
+            if (first + i * groups < nrows) q[i] = mk_logit_look(&logits, (first + i * groups) * MK_SUM_GROUP);
+    };
+    if (e0 < n && group < groups) {
+        look(group);
         if (bias) b = __ldg(bias + e0);
     }
     if (d->tid == 0) mk_stage_wait(mk_smem(&d->sh->route_empty), d->memo->route_parity ^ 1, MK_FAULT_ROUTE);
     mk_sync(); /* the reduction area and what the last layer's route left are free */
+    const float of_lane = mk_row_factor(d, &mk_fed_of(d->in)->plan, d->lane % MK_MAX_ROWS); /* of a row that is none it may be anything */
     if (d->tid < MK_EXPERT_LANES) x->chosen[d->tid] = 0;
     if (d->tid < sizeof x->id / 4) ((uint32_t *)x->id)[d->tid] = 0xffffffffu;
     for (uint32_t i = d->tid; i < sizeof out->rank / 4; i += MK_COMPUTE) ((uint32_t *)out->rank)[i] = 0xffffffffu;
@@ -494,6 +522,9 @@ MK_DEV void mk_route_run(const mk_dev *d)
 #pragma unroll 1
     for (uint32_t r0 = 0; r0 < nrows; r0 += batch) {
         const uint32_t end = nrows - r0 < batch ? nrows : r0 + batch;
+        float norm[MK_MAX_ROWS]; /* 1/rms of the rows that are looked at */
+#pragma unroll
+        for (uint32_t i = 0; i < MK_MAX_ROWS; i++) norm[i] = __shfl_sync(0xffffffffu, of_lane, (r0 + group + i * groups) % MK_MAX_ROWS);
         if (r0) mk_sync(); /* the rows before are read */
 #pragma unroll 1
         for (uint32_t e = e0; e < n && group < groups; e += per) {
@@ -501,30 +532,28 @@ MK_DEV void mk_route_run(const mk_dev *d)
                 logits = mk_logits_of(d, e);
                 if (bias) b = __ldg(bias + e);
             }
+            if (r0 || e != e0) look(r0 + group);
 #pragma unroll 1
-            for (uint32_t r = r0 + group; r < end; r += AHEAD * groups) {
+            for (uint32_t r = r0 + group; r < end; r += PART * groups) {
 #pragma unroll
-                for (uint32_t i = 0; i < AHEAD; i++)
-                    if (r + i * groups < end && (e != e0 || r != group)) q[i] = mk_logit_look(&logits, (r + i * groups) * MK_SUM_GROUP);
-#pragma unroll
-                for (uint32_t i = 0; i < AHEAD; i++) {
-                    if (r + i * groups >= end) break;
-                    uint32_t *k = key + (r + i * groups - r0) * 2 * n;
+                for (uint32_t i = 0; i < PART; i++) {
                     const uint32_t row = r + i * groups;
-                    float s = mk_logit_wait(&logits, row * MK_SUM_GROUP, row, q[i], mk_row_factor(d, &mk_fed_of(d->in)->plan, row));
-                    if (t->score == MK_SCORE_SIGMOID) {
-                        s = mk_sigmoidf(s);
-                        k[e] = mk_order_key(bias ? s + b : s);
-                    }
-                    ((float *)k)[n + e] = s;
+                    if (row >= end) break;
+                    uint32_t *k = key + (row - r0) * words;
+                    float s = mk_logit_wait(&logits, row * MK_SUM_GROUP, row, q[i], r == r0 + group ? norm[i] : norm[i + PART]);
+                    if (t->score == MK_SCORE_SIGMOID) s = mk_sigmoidf(s);
+                    if (t->score == MK_SCORE_SIGMOID || by_logits) k[e] = mk_order_key(bias ? s + b : s);
+                    if (!by_logits) ((float *)k)[n + e] = s;
                 }
+#pragma unroll
+                for (uint32_t i = 0; i < PART; i++) q[i] = q[i + PART];
             }
         }
         mk_sync();
         if (!r0) mk_trace_input(d);
         const uint32_t r = r0 + d->warp;
-        if (r < end) mk_route_row(d, t, r, bias, key + (r - r0) * 2 * n, (float *)key + ((r - r0) * 2 + 1) * n, out, x);
-        if (end == nrows) had = mk_logits_clear(d); /* complete; by a warp that has nothing else to do unless the last batch has as many rows as there are warps */
+        if (end == nrows) had = mk_logits_clear(d); /* complete; before the warp's own row, if it has one, so that the answers are there behind it */
+        if (r < end) mk_route_row(d, t, r, bias, key + (r - r0) * words, out, x);
     }
     if (nrows > 1) {
         mk_sync();

@@ -929,6 +929,10 @@ typedef struct mk_unit_at {
 } mk_unit_at;
 MK_DEV void mk_unit_settle(mk_unit_at *u, uint32_t units)
 {
+    if (units == 1) { /* as many turns of the loop as there are warps */
+        u->row += u->group;
+        u->group = 0;
+    }
     while (u->group >= units) {
         u->group -= units;
         u->row++;

@@ -164,13 +164,13 @@ MK_DEV uint4 mk_packet_load(const uint4 *p)
     asm volatile("{\n\t.reg .b128 v;\n\tld.relaxed.gpu.global.b128 v, [%2];\n\tmov.b128 {%0, %1}, v;\n\t}" : "=l"(lo), "=l"(hi) : "l"(p) : "memory");
     return make_uint4((uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32));
 }
-/* Another look at a packet, if it is late. In place, so that the looks at several packets are under way together: a copy would wait for each before the next is asked for. */
-MK_DEV void mk_packet_again(uint4 *q, const uint4 *p, bool late)
+/* Another look at a packet, if it is late (not 0: a mask's bit as it is, so that one instruction makes the predicate of it). In place, so that the looks at several packets are under way together: a copy would wait for each before the next is asked for. */
+MK_DEV void mk_packet_again(uint4 *q, const uint4 *p, uint32_t late)
 {
     uint64_t lo = (uint64_t)q->y << 32 | q->x, hi = (uint64_t)q->w << 32 | q->z;
     asm volatile("{\n\t.reg .pred p;\n\t.reg .b128 v;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.b128 v, {%0, %1};\n\t@p ld.relaxed.gpu.global.b128 v, [%2];\n\tmov.b128 {%0, %1}, v;\n\t}"
                  : "+l"(lo), "+l"(hi)
-                 : "l"(p), "r"((uint32_t)late)
+                 : "l"(p), "r"(late)
                  : "memory");
     *q = make_uint4((uint32_t)lo, (uint32_t)(lo >> 32), (uint32_t)hi, (uint32_t)(hi >> 32));
 }

@@ -100,7 +100,7 @@ MK_DEV uint4 mk_packet_load(const uint4 *p)
     }
     return *p;
 }
-MK_DEV void mk_packet_again(uint4 *q, const uint4 *p, bool late)
+MK_DEV void mk_packet_again(uint4 *q, const uint4 *p, uint32_t late)
 {
     if (late) *q = mk_packet_load(p);
 }
