@@ -17,10 +17,11 @@ MK_DEV uint32_t mk_order_key(float v)
     return u ^ ((uint32_t)((int32_t)u >> 31) | 0x80000000u);
 }
 
-/* What has that key, but for the sign of 0; of NaN: -inf. */
+/* What has that key, but for the sign of 0. NaN and -inf have one, which is taken for NaN's: no logit is -inf. */
 MK_DEV float mk_order_value(uint32_t key)
 {
-    return __uint_as_float(key ^ ((uint32_t)((int32_t)~key >> 31) | 0x80000000u));
+    const uint32_t u = key ^ ((uint32_t)((int32_t)~key >> 31) | 0x80000000u);
+    return __uint_as_float(u == 0xff800000u ? 0x7fffffffu : u);
 }
 
 /* The sums of the first row's logits, from one's first on: a neighbour of the same group is a word further, the next row MK_SUM_GROUP words. */
@@ -58,11 +59,16 @@ MK_DEV uint64_t mk_logits_clear(const mk_dev *d)
     const mk_wait *w = &d->in->wait[1];
     const uint32_t experts = d->in->route.experts, n = mk_sums_words(experts), W = d->a->workers, end = (d->worker + 1) * n / W; /* mk_start: below 2^32 */
     uint64_t *word = mk_sum_of(d, &d->sh->vec[w->vec], w->pub, experts, 1, 0);
+    uint32_t i = d->worker * n / W + d->lane;
+    const auto clear = [&](uint64_t *last) { /* in place, so that nothing waits for the answer yet */
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.lt.u32 p, %2, %3;\n\t@p atom.relaxed.gpu.global.exch.b64 %0, [%1], 0;\n\t}" : "+l"(*last) : "l"(word + i), "r"(i), "r"(end) : "memory");
+    };
+    clear(&had);
 #pragma unroll 1
-    for (uint32_t i = d->worker * n / W + d->lane; i < end; i += 32) {
-        uint64_t v;
-        asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(v) : "l"(word + i), "l"(0ull) : "memory");
-        had |= v;
+    for (i += 32; i < end; i += 32) { /* few workers, many experts */
+        uint64_t more = 0;
+        clear(&more);
+        had |= more;
     }
     return had;
 }
@@ -318,7 +324,7 @@ MK_DEV uint32_t mk_count_above(uint4 q, uint32_t key)
 MK_CALL void mk_route_among_all(const mk_route *t, mk_route_list *x)
 {
     const uint32_t lane = threadIdx.x % 32, topk = t->topk;
-    uint32_t place = 0, best;
+    uint32_t place = 0, best = 0;
     const uint32_t e = mk_route_choose(t->experts, topk, x->every, lane, &best);
 #pragma unroll 1
     for (uint32_t k = 0; k < topk; k++) place += __shfl_sync(0xffffffffu, e, k) < e;
@@ -552,7 +558,7 @@ MK_DEV void mk_route_run(const mk_dev *d)
         mk_sync();
         if (!r0) mk_trace_input(d);
         const uint32_t r = r0 + d->warp;
-        if (end == nrows) had = mk_logits_clear(d); /* complete; before the warp's own row, if it has one, so that the answers are there behind it */
+        if (end == nrows) had = mk_logits_clear(d); /* complete; before the warp's own row, if it has one: the answer is there behind it */
         if (r < end) mk_route_row(d, t, r, bias, key + (r - r0) * words, out, x);
     }
     if (nrows > 1) {
