@@ -86,7 +86,6 @@ typedef struct mk_route_scratch {
     uint32_t before[MK_EXPERT_LANES];      /* experts of the union in the words before */
 } mk_route_scratch;
 static_assert(sizeof(mk_route_scratch) + MK_MAX_EXPERT * 8 <= MK_RED_FLOATS * 4, "a row fits");
-static_assert(2 * MK_MAX_ROWS * MK_MAX_TOPK <= MK_COMPUTE, "two threads a pair: mk_route_union");
 
 /* Keys and scores[0..n) of a softmax that is not plain, out of the logits, by one warp; expert i belongs to lane i mod 32. */
 MK_DEV void mk_route_softmax(const mk_route *t, const float *bias, uint32_t *key, float *score)
@@ -206,13 +205,11 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
         }
     }
     mk_sync();
-    /* two threads a pair or four, each of every second row or fourth */
-    const uint32_t n = nrows * topk, log = n <= MK_COMPUTE / 4 ? 2 : 1, part = tid & ((1u << log) - 1), pair = min(tid >> log, n - 1);
-    const uint32_t r = mk_small_quot(pair, topk), k = pair - r * topk, e = x->id[r][k];
-    const uint32_t j = x->before[e / 32] + __popc(x->chosen[e / 32] & ((1u << (e % 32)) - 1));
-    uint32_t p = 0, same = 0;
+    if (tid >= nrows * topk) return;
+    uint32_t r = mk_small_quot(tid, topk), k = tid - r * topk, e = x->id[r][k], p = 0, same = 0;
+    uint32_t j = x->before[e / 32] + __popc(x->chosen[e / 32] & ((1u << (e % 32)) - 1));
 #pragma unroll 2
-    for (uint32_t i = part; i < nrows; i += 1u << log) {
+    for (uint32_t i = 0; i < nrows; i++) {
         uint32_t below = 0, upto = 0;
 #pragma unroll
         for (uint32_t h = 0; h < MK_MAX_TOPK / 8; h++) {
@@ -228,12 +225,6 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
         p += i < r ? upto : below;
         same += i < r ? upto - below : 0;
     }
-    __syncwarp();
-    for (uint32_t m = 1; m >> log == 0; m <<= 1) {
-        p += __shfl_xor_sync(0xffffffffu, p, m);
-        same += __shfl_xor_sync(0xffffffffu, same, m);
-    }
-    if (part || tid >> log >= n) return;
     pairs->row[p] = (uint8_t)r;
     pairs->rank[p] = (uint8_t)k;
     pairs->expert[p] = (uint8_t)j;

@@ -22,7 +22,7 @@ import sys
 
 import layout
 from sass import (
-    BRA, BRX, BSSY, BSYNC, BY_32, BY_64, CALL, COLLECTIVE, CONSTANT, COPIES, EXIT, LDC, LEFT_OUT, LONG, MIXED, PLAIN, R2UR, RZ, SLOW, SOON, SPLIT, ULDC, UNIFORM, URZ, Refused, always, barriers,
+    BRA, BRX, BSSY, BSYNC, BY_32, BY_64, CALL, COLLECTIVE, CONSTANT, COPIES, EXIT, LDC, LEFT_OUT, LONG, MIXED, MOST_STALL, PLAIN, R2UR, RZ, SLOW, SOON, SPLIT, ULDC, UNIFORM, URZ, Refused, always, barriers,
     ends, field, known, latency, moves_up, needs, reads_uniform, stall, stalled, waits, writes, writes_uniform)
 
 
@@ -37,24 +37,29 @@ def home(k):
 
 
 class Block:
-    def __init__(self, first, end):
-        self.first, self.end, self.to, self.by = first, end, [], []
+    """.entered: from elsewhere, by a call."""
+
+    def __init__(self, first, end, entered):
+        self.first, self.end, self.entered, self.to, self.by = first, end, entered, [], []
 
 
 def blocks(c, first, end):
     """A function's instructions in blocks that are entered at their first one only, who follows whom."""
-    leads = {first, *(t for i, t in c.to.items() if first <= i < end and c.op[i] != CALL), *c.table}
+    called = {first, *(t for i, t in c.to.items() if c.op[i] == CALL)}
+    leads = {*called, *(t for i, t in c.to.items() if first <= i < end), *c.table}
     leads |= {i + 1 for i in range(first, end) if c.op[i] in SPLIT or c.op[i] in (EXIT, BSYNC)}
     at = sorted(i for i in leads if first <= i < end)
-    found = {a: Block(a, b) for a, b in zip(at, at[1:] + [end])}
+    found = {a: Block(a, b, a in called) for a, b in zip(at, at[1:] + [end])}
     behind = {c.to[i] for i in range(first, end) if c.op[i] == BSSY}
     for b in found.values():
         last = b.end - 1
         if c.op[last] == BSYNC and b.end not in behind:
             raise Refused("instruction %#x: a BSYNC that does not go on behind it" % (16 * last))
+        if c.op[last] in (BRA, COLLECTIVE) and c.to[last] not in found:
+            raise Refused("instruction %#x leads out of its function" % (16 * last))
         if not ends(*c.word[last]) and b.end < end:
             b.to.append(found[b.end])
-        if c.op[last] in (BRA, COLLECTIVE) and c.to[last] in found:
+        if c.op[last] in (BRA, COLLECTIVE):
             b.to.append(found[c.to[last]])
         if c.op[last] == BRX:
             b.to += [found[t] for t in c.table if t in found]
@@ -100,8 +105,7 @@ def holders(c, parts):
         return op in (R2UR, LDC, CALL) or op in COPIES or not known(w) or op in UNIFORM and UNIFORM[op][0] is not None or any(r in sources for r in writes(w))
 
     changing = {b: [i for i in range(b.first, b.end) if matters(i)] for b in parts}
-    held = dict.fromkeys(parts)
-    held[parts[0]] = set()
+    held = {b: set() if b.entered else None for b in parts}
 
     def pass_on(b):
         out, changed = held[b], False
@@ -113,7 +117,7 @@ def holders(c, parts):
             held[f] = new
         return changed
 
-    settle([parts[0]], pass_on, lambda b: b.to)
+    settle([b for b in parts if b.entered], pass_on, lambda b: b.to)
     at = {}
     for b in parts:
         now = held[b]
@@ -155,8 +159,7 @@ def alive(c, parts, word):
 
 def waited_for(c, parts):
     """Of each block how long what stands before it may still take, in clocks from its beginning."""
-    tail = {b: SOON for b in parts}
-    tail[parts[0]] = SLOW
+    tail = {b: SLOW if b.entered else SOON for b in parts}
     length = {b: sum(stall(c.word[i][1]) for i in range(b.first, b.end)) for b in parts}
 
     def pass_on(b):
@@ -182,12 +185,12 @@ class Edit:
 
     def __init__(self, k):
         self.k, self.c, self.word, self.gone, self.named, self.kept = k, k.code, {}, set(), 0, 0
-        pair = home(k)
-        if pair is None:
+        self.pair = home(k)
+        if self.pair is None:
             return
         for first, end, _ in k.functions[1:]:
             if any(self.c.op[i] == R2UR for i in range(first, end)):
-                self.function(blocks(self.c, first, end), pair)
+                self.function(blocks(self.c, first, end))
                 self.kept += sum(self.c.op[i] == R2UR and i not in self.gone for i in range(first, end))
 
     def write(self):
@@ -197,13 +200,13 @@ class Edit:
     def now(self, i):
         return self.word.get(i, self.c.word[i])
 
-    def function(self, parts, pair):
+    def function(self, parts):
         c, closer = self.c, set()
         for i, held in holders(c, parts).items():
             at = 32 if c.op[i] in BY_32 else 64
             u = field(c.word[i], at, 6)
             if {UNIFORM_LOW + u, UNIFORM_HIGH + u + 1} <= held:
-                both = (c.word[i][0] | c.word[i][1] << 64) & ~(URZ << at) | pair << at
+                both = (c.word[i][0] | c.word[i][1] << 64) & ~(URZ << at) | self.pair << at
                 self.word[i] = (both & (1 << 64) - 1, both >> 64)
                 closer.add(i)
         self.named += len(closer)
@@ -215,17 +218,21 @@ class Edit:
                 clocks = self.clocks(b, out, closer, tail[b])
                 if clocks is not None:
                     self.settle(b, out, clocks)
-                    prove(self, b, out, tail[b])
                     self.gone |= out
                     break
+        prove(self, parts)
 
     def clocks(self, b, out, closer, tail):
         """When the block's other instructions are issued, the earliest that is allowed, and its end; or None: they would have to wait longer than an instruction can say, so that one less is in `out`."""
         c, old, new = self.c, issued(self.c.word, b), {}
-        before = None
+        before, wait = None, 0
         for i in itertools.chain(range(b.first, b.end), [b.end]):
             if i in out:
+                wait |= waits(c.word[i])
                 continue
+            w = self.now(i) if i < b.end else None
+            if wait and w:
+                w, wait = (w[0], w[1] | wait << 52), 0
             at = min(old[i], tail)
             if before is not None:
                 own = stall(c.word[before][1])
@@ -235,7 +242,7 @@ class Edit:
                     break
                 if at - new[x] >= latency(c.word[x]):
                     continue
-                at = max(at, new[x] + min(old[i] - old[x], latency(c.word[x]) if i == b.end else needs(c.word[x], self.now(i))))
+                at = max(at, new[x] + min(old[i] - old[x], needs(c.word[x], w) if w else latency(c.word[x])))
             if at - new[before] > 15 if before is not None else at > 0 or i == b.end:
                 here = [j for j in out if j < i and (before is None or j > before)] or [j for j in out if j < i]
                 out.discard(b.first if before is None else max(here, key=lambda j: (stall(c.word[j][1]), j)))
@@ -258,8 +265,6 @@ class Edit:
             elif wait:
                 lo, hi = self.word[i]
                 self.word[i], wait = (lo, hi | wait << 52), 0
-        if wait:
-            raise Refused("instruction %#x: what it waits for nobody behind it in its block would" % (16 * b.end - 16))
 
 
 def issued(word, b, out=()):
@@ -268,23 +273,46 @@ def issued(word, b, out=()):
     return dict(zip(range(b.first, b.end + 1), itertools.accumulate(clocks, initial=0)))
 
 
-def prove(e, b, out, tail):
-    """That no two instructions of a block, nor any of its own and those before and behind it, have come too close, and that nothing else about them has changed."""
+def prove(e, parts):
+    """That in a function nobody reads what is made no more, that no two instructions have come too close, of a block or over its borders, and that nothing else has changed."""
+    c, tail = e.c, waited_for(e.c, parts)
+    read = alive(c, parts, lambda i: LEFT_OUT if i in e.gone else e.now(i))
+    for b in parts:
+        out = {i for i in range(b.first, b.end) if i in e.gone}
+        for i in out:
+            if not moves_up(c.word[i]) or barriers(c.word[i]) != (7, 7) or field(c.word[i], 16, 6) in read[i]:
+                raise Refused("instruction %#x is needed" % (16 * i))
+        if out or any(i in e.word for i in range(b.first, b.end)):
+            prove_block(e, b, out, tail[b])
+
+
+def prove_block(e, b, out, tail):
     c = e.c
     old, new = issued(c.word, b), issued({i: e.now(i) for i in range(b.first, b.end)}, b, out)
     kept = [i for i in range(b.first, b.end) if i not in out]
+    wait = 0
+    for i in range(b.first, b.end):
+        wait |= waits(c.word[i])
+        if i not in out:
+            if waits(e.now(i)) != wait:
+                raise Refused("instruction %#x waits for something else" % (16 * i))
+            wait = 0
     for n, x in enumerate(kept):
         w, was = e.now(x), c.word[x]
         both, had = w[0] | w[1] << 64, was[0] | was[1] << 64
         at = 32 if c.op[x] in BY_32 else 64 if c.op[x] in BY_64 else None
-        may = 31 << 105 | (63 << 116 if waits(w) & waits(was) == waits(was) else 0) | (URZ << at if at else 0)
+        may = 31 << 105 | 63 << 116 | (URZ << at if at and field(w, at, 6) == e.pair else 0)
         if (both ^ had) & ~may:
             raise Refused("instruction %#x has become another" % (16 * x))
+        if stall(w[1]) > MOST_STALL and w[1] & LONG and not (stall(was[1]) > MOST_STALL and was[1] & LONG):
+            raise Refused("instruction %#x: a stall that is none" % (16 * x))
         if new[x] < min(old[x], tail) or new[b.end] - new[x] < min(old[b.end] - old[x], latency(was)):
             raise Refused("instruction %#x has come too close to its block's borders" % (16 * x))
         for y in itertools.takewhile(lambda y: new[y] - new[x] < latency(was), kept[n + 1 :]):
-            if new[y] - new[x] < min(old[y] - old[x], needs(was, c.word[y]), needs(w, e.now(y))):
+            if new[y] - new[x] < min(old[y] - old[x], needs(w, e.now(y))):
                 raise Refused("instruction %#x has come too close to %#x" % (16 * y, 16 * x))
+    if wait:
+        raise Refused("instruction %#x: what it waits for nobody behind it in its block would" % (16 * b.end - 16))
 
 
 def main(argv):

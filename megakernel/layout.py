@@ -327,8 +327,9 @@ def prove(k, m):
             raise Refused("instruction %#x: a call returns elsewhere" % (16 * i))
         if i + 1 < c.n and not ends(was, had) and c.op[i] != CALL and not comes_to(p + 1, c.to[i] if turned else i + 1):
             raise Refused("instruction %#x is followed by something else" % (16 * i))
-        left_out = i + 1 < c.n and c.op[i + 1] == BRA and m.origin[m.at[i + 1]] != i + 1 and m.origin[p + 1] is not None  # else an added branch leads to where it led
-        if left_out and not ends(was, had) and stall(hi) < stall(had) + stall(c.word[i + 1][1]):
+        after = next((j for j in range(i + 1, c.n) if c.word[j] != LEFT_OUT), i)
+        left_out = c.op[after] == BRA and m.origin[m.at[after]] != after and m.origin[p + 1] is not None  # else an added branch leads to where it led
+        if left_out and not ends(was, had) and stall(hi) < stall(had) + stall(c.word[after][1]):
             raise Refused("instruction %#x is followed too soon" % (16 * i))
     if not all(comes_to(p, i) for p, i in zip(m.table, c.table)):
         raise Refused("a table of branches leads elsewhere")

@@ -115,7 +115,7 @@ def opcode(w):
 
 def known(w):
     op = opcode(w)
-    return op in KNOWN and (op in UNIFORM or op in MIXED or not field(w, 91, 1))
+    return op in KNOWN and (op in UNIFORM or op in MIXED or not field(w, 91, 1)) and (op != 0x5B2 or field(w, 16, 6) == URZ)
 
 
 def always(w):
@@ -140,8 +140,8 @@ def writes_uniform(w):
     at = UNIFORM.get(opcode(w), (None,))[0]
     if at is None:
         return set()
-    u = field(w, at, 6)
-    return {u, u + 1} - {URZ} if opcode(w) in (0x297, 0x2A5, 0x8A5, ULDC, 0xABB) else {u} - {URZ}
+    u, op = field(w, at, 6), opcode(w)
+    return {u, u + 1} - {URZ} if op in (0x297, 0x2A5, 0x8A5) or op in (ULDC, 0xABB) and field(w, 73, 3) == 5 else {u} - {URZ}
 
 
 def reads_uniform(w):
@@ -197,7 +197,7 @@ def reads_predicates(w):
 def facts(w):
     """What needs() asks for."""
     op = opcode(w)
-    moving = op in UNIFORM and UNIFORM[op][0] is not None and op not in (R2UR, 0x882, 0xC82, ULDC, REDUX)  # uniform arithmetic, which may write predicates of its own
+    moving = op in (0x28C, 0x88C, 0x9C8) or op in UNIFORM and UNIFORM[op][0] is not None and op not in (R2UR, 0x882, 0xC82, ULDC, REDUX)  # what may write uniform predicates
     return op, op in PLAIN and op not in MIXED, moving, barriers(w), waits(w), set(writes(w)), reads(w) | set(writes(w)), writes_predicates(w), reads_predicates(w) | writes_predicates(w), \
         writes_uniform(w), reads_uniform(w) | writes_uniform(w)
 
@@ -209,7 +209,7 @@ def needs(x, y):
     n = SOON if any(awaits >> b & 1 for b in announces if b < 6) else 0
     if announces[0] < 6:
         return n
-    if moved & takes or moving and after in UNIFORM:
+    if moved & takes or moving and (after in UNIFORM or after == 0x81C):
         return SLOW
     if set_predicates & asks:
         n = SOON if plain or op == VOTE else SLOW
