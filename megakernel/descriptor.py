@@ -217,13 +217,13 @@ class Edit:
             while out:
                 clocks = self.clocks(b, out, closer, tail[b])
                 if clocks is not None:
-                    self.settle(b, out, clocks)
+                    self.take(b, out, clocks)
                     self.gone |= out
                     break
         prove(self, parts)
 
     def clocks(self, b, out, closer, tail):
-        """When the block's other instructions are issued, the earliest that is allowed, and its end; or None: they would have to wait longer than an instruction can say, so that one less is in `out`."""
+        """When the block's other instructions are issued, the earliest that is allowed, and its end; or None: they would have to wait longer than an instruction can say, or for what nobody behind them waits for, so that one less is in `out`."""
         c, old, new = self.c, issued(self.c.word, b), {}
         before, wait = None, 0
         for i in itertools.chain(range(b.first, b.end), [b.end]):
@@ -243,6 +243,9 @@ class Edit:
                 if at - new[x] >= latency(c.word[x]):
                     continue
                 at = max(at, new[x] + min(old[i] - old[x], needs(c.word[x], w) if w else latency(c.word[x])))
+            if i == b.end and wait:
+                out.discard(max(j for j in out if waits(c.word[j])))
+                return None
             if at - new[before] > 15 if before is not None else at > 0 or i == b.end:
                 here = [j for j in out if j < i and (before is None or j > before)] or [j for j in out if j < i]
                 out.discard(b.first if before is None else max(here, key=lambda j: (stall(c.word[j][1]), j)))
@@ -250,7 +253,8 @@ class Edit:
             new[i], before = at, i
         return new
 
-    def settle(self, b, out, new):
+    def take(self, b, out, new):
+        """The block with these instructions left out and the others issued at these clocks."""
         wait = 0
         kept = [i for i in new if i != b.end]
         for i, after in zip(kept, kept[1:] + [b.end]):
