@@ -160,7 +160,7 @@ $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a
 $(BUILD)/profiles/baseline: $(BUILD)/profiles/baseline.o $(BUILD)/profiles/synthetic.o $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
-# The daemon with the kernel as nvcc made it, for profiles/orders.py to move.
+# The daemon with the kernel in nvcc's order, for profiles/orders.py to move.
 $(BUILD)/profiles/mkd-plain: $(BUILD)/host/mkd.o $(BUILD)/one/megakernel/kernel.o $(BUILD)/plain/megakernel/kernel.cu.o $(BUILD)/libmk.a
 	@mkdir -p $(@D)
 	@echo '  link $@'

@@ -3,7 +3,7 @@
 
     layout.py apply FILE PROFILE [MODEL]    moves the code of FILE's kernels, in place; proves first that nothing but places changes. For all models of the profile, or for MODEL alone
     layout.py learn FILE PROFILE CSV... [-- CSV...]
-                                            makes PROFILE: FILE has the kernel as nvcc made it, CSV is a step of the model that it is named after, as ncu has executed it
+                                            makes PROFILE: FILE has the kernel in nvcc's order, CSV is a step of the model that it is named after, as ncu has executed it
                                             (profiles/layout.sh); behind --: a step of several rows, at a long context, or with a token drawn
     layout.py carry FILE PROFILE NEW        PROFILE, made of FILE's kernel, becomes one of NEW's, whose code is a little other: by the instructions that both have, in order. For a change of some
                                             lines, without a GPU

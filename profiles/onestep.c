@@ -1,5 +1,5 @@
 /* profiles/onestep: single steps of a preset with synthetic weights, a launch each, for ncu to look into (profiles/layout.sh): rows of one stream at a context that was never written.
- * It is linked with the kernel as nvcc made it (Makefile), so that its code is in the order that megakernel/layout.py and line numbers (make LINEINFO=1) know. */
+ * It is linked with the kernel in nvcc's order (Makefile), so that its code is in the order that megakernel/layout.py and line numbers (make LINEINFO=1) know. */
 #include "ipc/mkctl.h"
 #include "megakernel/twin.h"
 #include "profiles/synthetic.h"

@@ -3,7 +3,7 @@
 
     [BUILD=build] [OUT=DIR] profiles/orders.py [--seconds 105] [--rows 1] [--steps 200] [--seed 1] [--begin DIR] [--mkd "--kv-cache fp8"] MODEL...
 
-Builds nothing: BUILD has mkctl and profiles/mkd-plain, a daemon with the kernel as nvcc made it, of which each order makes a copy. An order is worth the median step at 2,048 over that of layout.txt's
+Builds nothing: BUILD has mkctl and profiles/mkd-plain, a daemon with the kernel in nvcc's order, of which each order makes a copy. An order is worth the median step at 2,048 over that of layout.txt's
 order, the mean of that if there are several --rows (1,8); a try takes a second and a half. First the order that layout.txt has and fifteen by chance, then the best ones with a function or two
 elsewhere. At the end the best four and that of layout.txt are measured three times more. Writes $OUT/layout.txt (default: BUILD's) with the best one's line for each MODEL, and $OUT/orders-MODEL.json with all that was
 tried.

@@ -93,7 +93,7 @@ for bit, name in enumerate(names):
     linked.append(code_of(a))
     check("for %s: it is what was built" % name, texts("%s/megakernel/kernel-%s.o" % (build, name)) == linked[-1:])
 check("all of these are in mkd, and differ", sorted(texts(build + "/mkd")) == sorted(set(linked)) and len(set(linked)) == 1 + len(names))
-check("onestep has the kernel as nvcc made it, and no other", texts(build + "/profiles/onestep") == texts(plain))
+check("onestep has the kernel in nvcc's order, and no other", texts(build + "/profiles/onestep") == texts(plain))
 race = build + "/tests/gpu/race_gpu"
 if os.path.exists(race):
     check("race_gpu has its own kernel, and no other", texts(race) == texts(build + "/race/megakernel/kernel.cu.o"))
