@@ -14,7 +14,7 @@ their sake alone stands closer to what is before it. For that
     an R2UR goes if no way from it leads to what may read its register;
     two instructions come no closer than they were, unless they are farther apart than the second may have to wait for the first one's results (sass.py's needs): within a block of instructions and
     over its borders. Results that are announced by a barrier are waited for there; an R2UR announces nothing, and what it waited for is waited for by what follows it.
-An opcode that sass.py does not know may read and write everything. prove() goes over what came out once more."""
+A kernel with an opcode that sass.py does not know stays as it is. prove() goes over what came out once more."""
 import collections
 import itertools
 import struct
@@ -22,18 +22,18 @@ import sys
 
 import layout
 from sass import (
-    BRA, BRX, BSSY, BSYNC, BY_32, BY_64, CALL, COLLECTIVE, CONSTANT, COPIES, EXIT, LDC, LEFT_OUT, LONG, MIXED, MOST_STALL, PLAIN, R2UR, RZ, SLOW, SOON, SPLIT, ULDC, UNIFORM, URZ, Refused, always, barriers,
-    ends, field, known, latency, moves_up, needs, reads_uniform, stall, stalled, waits, writes, writes_uniform)
+    BRA, BRX, BSSY, BSYNC, CALL, COLLECTIVE, CONSTANT, COPIES, EXIT, LDC, LEFT_OUT, LONG, MIXED, MOST_STALL, NAMES, PLAIN, R2UR, RZ, SLOW, SOON, SPLIT, ULDC, UNIFORM, URZ, WRITES_UNIFORM, Refused, always,
+    barriers, ends, field, known, latency, moves_up, needs, opcode, placed, reads_uniform, stall, stalled, waits, writes, writes_uniform)
 
 
 def home(k):
     """The pair of uniform registers that a kernel's entry puts the descriptor into before anything else can be executed, and that nobody writes again; or None."""
     c, end = k.code, k.functions[0][1]
     first = next((i for i in range(end) if c.op[i] == ULDC and c.word[i][0] >> 32 == CONSTANT and always(c.word[i])), None)
-    if first is None or not all(known(w) for w in c.word) or any(c.op[i] in SPLIT and not (c.op[i] == BRA and i < c.to[i] <= first) for i in range(first)):
+    if first is None or any(c.op[i] in SPLIT and not (c.op[i] == BRA and i < c.to[i] <= first) for i in range(first)):
         return None
     pair = writes_uniform(c.word[first])
-    return min(pair) if len(pair) == 2 and not any(writes_uniform(w) & pair for i, w in enumerate(c.word) if i != first and c.op[i] in UNIFORM) else None
+    return min(pair) if len(pair) == 2 and not any(writes_uniform(w) & pair for i, w in enumerate(c.word) if i != first and c.op[i] in WRITES_UNIFORM) else None
 
 
 class Block:
@@ -43,13 +43,17 @@ class Block:
         self.first, self.end, self.entered, self.to, self.by = first, end, entered, [], []
 
 
-def blocks(c, first, end):
-    """A function's instructions in blocks that are entered at their first one only, who follows whom."""
-    called = {first, *(t for i, t in c.to.items() if c.op[i] == CALL)}
-    leads = {*called, *(t for i, t in c.to.items() if first <= i < end), *c.table}
+def entries(c):
+    """Where calls lead."""
+    return {t for i, t in c.to.items() if c.op[i] == CALL}
+
+
+def blocks(c, called, first, end):
+    """A function's instructions in blocks that are entered at their first one only, who follows whom. called: entries(c)."""
+    leads = {first, *called, *c.table, *(c.to[i] for i in range(first, end) if i in c.to)}
     leads |= {i + 1 for i in range(first, end) if c.op[i] in SPLIT or c.op[i] in (EXIT, BSYNC)}
     at = sorted(i for i in leads if first <= i < end)
-    found = {a: Block(a, b, a in called) for a, b in zip(at, at[1:] + [end])}
+    found = {a: Block(a, b, a == first or a in called) for a, b in zip(at, at[1:] + [end])}
     behind = {c.to[i] for i in range(first, end) if c.op[i] == BSSY}
     for b in found.values():
         last = b.end - 1
@@ -102,7 +106,7 @@ def holders(c, parts):
 
     def matters(i):
         op, w = c.op[i], c.word[i]
-        return op in (R2UR, LDC, CALL) or op in COPIES or not known(w) or op in UNIFORM and UNIFORM[op][0] is not None or any(r in sources for r in writes(w))
+        return op in (R2UR, LDC, CALL) or op in COPIES or op in WRITES_UNIFORM or any(r in sources for r in writes(w))
 
     changing = {b: [i for i in range(b.first, b.end) if matters(i)] for b in parts}
     held = {b: set() if b.entered else None for b in parts}
@@ -125,7 +129,7 @@ def holders(c, parts):
             continue  # nobody comes there
         marks = set(changing[b])
         for i in range(b.first, b.end):
-            if c.op[i] in BY_32 | BY_64:
+            if c.op[i] in NAMES:
                 at[i] = now
             if i in marks:
                 now = after(i, now)
@@ -135,7 +139,7 @@ def holders(c, parts):
 def alive(c, parts, word):
     """Of each R2UR the uniform registers that may be read behind it."""
     marks = {b: [(i, reads_uniform(word(i)), writes_uniform(word(i)) if always(word(i)) else set()) for i in range(b.first, b.end)
-                 if c.op[i] in UNIFORM or c.op[i] in MIXED or not known(c.word[i])] for b in parts}
+                 if c.op[i] in UNIFORM or c.op[i] in MIXED] for b in parts}
     begin = {b: set() for b in parts}
 
     def before(b, note):
@@ -181,16 +185,18 @@ def waited_for(c, parts):
 
 
 class Edit:
-    """What becomes of a kernel's instructions: .word, those that are others; .gone, those that are left out; .named, how many name another pair; .kept, how many R2UR stay in called functions."""
+    """What becomes of a kernel's instructions: .word, those that are others; .gone, those that are left out; .named, how many name another pair; .kept, how many R2UR stay in called functions; .strange, opcodes that are
+    not in sass.py's tables: where there are any, nothing is changed."""
 
     def __init__(self, k):
         self.k, self.c, self.word, self.gone, self.named, self.kept = k, k.code, {}, set(), 0, 0
-        self.pair = home(k)
-        if self.pair is None:
+        self.pair, self.strange = home(k), sorted({opcode(w) for w in k.code.word if not known(w)})
+        if self.pair is None or self.strange:
             return
+        called = entries(self.c)
         for first, end, _ in k.functions[1:]:
             if any(self.c.op[i] == R2UR for i in range(first, end)):
-                self.function(blocks(self.c, first, end))
+                self.function(blocks(self.c, called, first, end))
                 self.kept += sum(self.c.op[i] == R2UR and i not in self.gone for i in range(first, end))
 
     def write(self):
@@ -203,11 +209,9 @@ class Edit:
     def function(self, parts):
         c, closer = self.c, set()
         for i, held in holders(c, parts).items():
-            at = 32 if c.op[i] in BY_32 else 64
-            u = field(c.word[i], at, 6)
+            u = field(c.word[i], NAMES[c.op[i]], 6)
             if {UNIFORM_LOW + u, UNIFORM_HIGH + u + 1} <= held:
-                both = (c.word[i][0] | c.word[i][1] << 64) & ~(URZ << at) | self.pair << at
-                self.word[i] = (both & (1 << 64) - 1, both >> 64)
+                self.word[i] = placed(c.word[i], NAMES[c.op[i]], 6, self.pair)
                 closer.add(i)
         self.named += len(closer)
         dead = {i for i, live in alive(c, parts, self.now).items() if moves_up(c.word[i]) and barriers(c.word[i]) == (7, 7) and field(c.word[i], 16, 6) not in live}
@@ -220,19 +224,19 @@ class Edit:
                     self.take(b, out, clocks)
                     self.gone |= out
                     break
-        prove(self, parts)
+        prove(self, parts, tail)
 
     def clocks(self, b, out, closer, tail):
         """When the block's other instructions are issued, the earliest that is allowed, and its end; or None: they would have to wait longer than an instruction can say, or for what nobody behind them waits for, so that one less is in `out`."""
-        c, old, new = self.c, issued(self.c.word, b), {}
-        before, wait = None, 0
+        c, old, new, before = self.c, issued(self.c.word, b), {}, None
+        handed = handed_on(c, b, out)
+        if b.end in handed:
+            out.discard(max(j for j in out if waits(c.word[j])))
+            return None
         for i in itertools.chain(range(b.first, b.end), [b.end]):
             if i in out:
-                wait |= waits(c.word[i])
                 continue
-            w = self.now(i) if i < b.end else None
-            if wait and w:
-                w, wait = (w[0], w[1] | wait << 52), 0
+            w = (self.now(i)[0], self.now(i)[1] | handed.get(i, 0) << 52) if i < b.end else None
             at = min(old[i], tail)
             if before is not None:
                 own = stall(c.word[before][1])
@@ -243,9 +247,6 @@ class Edit:
                 if at - new[x] >= latency(c.word[x]):
                     continue
                 at = max(at, new[x] + min(old[i] - old[x], needs(c.word[x], w) if w else latency(c.word[x])))
-            if i == b.end and wait:
-                out.discard(max(j for j in out if waits(c.word[j])))
-                return None
             if at - new[before] > 15 if before is not None else at > 0 or i == b.end:
                 here = [j for j in out if j < i and (before is None or j > before)] or [j for j in out if j < i]
                 out.discard(b.first if before is None else max(here, key=lambda j: (stall(c.word[j][1]), j)))
@@ -255,20 +256,21 @@ class Edit:
 
     def take(self, b, out, new):
         """The block with these instructions left out and the others issued at these clocks."""
-        wait = 0
-        kept = [i for i in new if i != b.end]
+        kept, handed = [i for i in new if i != b.end], handed_on(self.c, b, out)
         for i, after in zip(kept, kept[1:] + [b.end]):
-            lo, hi = self.now(i)
-            n = new[after] - new[i]
-            if n != stall(hi):
-                hi = stalled(hi, n) & ~(LONG if n > 11 else 0)
-            self.word[i] = (lo, hi)
-        for i in range(b.first, b.end):
-            if i in out:
-                wait |= waits(self.c.word[i])
-            elif wait:
-                lo, hi = self.word[i]
-                self.word[i], wait = (lo, hi | wait << 52), 0
+            (lo, hi), n = self.now(i), new[after] - new[i]
+            self.word[i] = (lo, (stalled(hi, n) if n != stall(hi) else hi) | handed.get(i, 0) << 52)
+
+
+def handed_on(c, b, out):
+    """What each instruction behind some that are left out waits for in their place; b.end: what nobody would wait for."""
+    wait, handed = 0, {}
+    for i in range(b.first, b.end + 1):
+        if i in out:
+            wait |= waits(c.word[i])
+        elif wait:
+            handed[i], wait = wait, 0
+    return handed
 
 
 def issued(word, b, out=()):
@@ -277,10 +279,9 @@ def issued(word, b, out=()):
     return dict(zip(range(b.first, b.end + 1), itertools.accumulate(clocks, initial=0)))
 
 
-def prove(e, parts):
+def prove(e, parts, tail):
     """That in a function nobody reads what is made no more, that no two instructions have come too close, of a block or over its borders, and that nothing else has changed."""
-    c, tail = e.c, waited_for(e.c, parts)
-    read = alive(c, parts, lambda i: LEFT_OUT if i in e.gone else e.now(i))
+    c, read = e.c, alive(e.c, parts, lambda i: LEFT_OUT if i in e.gone else e.now(i))
     for b in parts:
         out = {i for i in range(b.first, b.end) if i in e.gone}
         for i in out:
@@ -304,7 +305,7 @@ def prove_block(e, b, out, tail):
     for n, x in enumerate(kept):
         w, was = e.now(x), c.word[x]
         both, had = w[0] | w[1] << 64, was[0] | was[1] << 64
-        at = 32 if c.op[x] in BY_32 else 64 if c.op[x] in BY_64 else None
+        at = NAMES.get(c.op[x])
         may = 31 << 105 | 63 << 116 | (URZ << at if at and field(w, at, 6) == e.pair else 0)
         if (both ^ had) & ~may:
             raise Refused("instruction %#x has become another" % (16 * x))
@@ -329,7 +330,8 @@ def main(argv):
             for k in layout.kernels(data):
                 e = Edit(k)
                 e.write()
-                print("  descriptor %s: %d loads and stores name the entry's pair, %d R2UR left out, %d stay" % (k.name, e.named, len(e.gone), e.kept))
+                why = ", sass.py does not know opcode " + ", ".join("%#x" % op for op in e.strange) if e.strange else ""
+                print("  descriptor %s: %d loads and stores name the entry's pair, %d R2UR left out, %d stay%s" % (k.name, e.named, len(e.gone), e.kept, why))
             f.seek(0)
             f.write(data)
     except (Refused, OSError) as e:

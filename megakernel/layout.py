@@ -34,10 +34,9 @@ import re
 import struct
 import sys
 
-from sass import BRA, BRX, BSSY, CALL, COLLECTIVE, EXIT, LEFT_OUT, MOST_STALL, NOP, RET, SPLIT, Refused, aimed, ends, idle, stall, stalled, target, turns_round
+from sass import BRA, BRX, BSSY, CALL, COLLECTIVE, COPIES, EXIT, LEFT_OUT, MOST_STALL, NOP, RET, SPLIT, Refused, aimed, ends, field, idle, stall, stalled, target, turns_round
 
 MOVES = (0x802, 0x424)  # MOV, IMAD.MOV of 32 bits
-COPIES = (0x202, 0x224)  # MOV, IMAD.MOV of a register
 BRANCH = (0x0000000000007947, 0x000FEA0003800000)  # an unconditional one, five clocks, that waits for nothing
 TURNED_STALL = MOST_STALL  # clocks that a branch which was turned round leaves to what now follows it, and used to follow a jump
 EXECUTED = 256  # warps of all workers in a step: what fewer execute is not moved to the front
@@ -91,8 +90,8 @@ class Code:
             register = self.word[i][0] >> 24 & 255
             by.add(register)
             for j in range(max(first, i - 8), i):
-                if self.op[j] in COPIES and self.word[j][0] >> 16 & 255 == register:
-                    by.add((self.word[j][0] >> 32 if self.op[j] == COPIES[0] else self.word[j][1]) & 255)
+                if self.op[j] in COPIES and field(self.word[j], 16, 8) == register:
+                    by.add(field(self.word[j], COPIES[self.op[j]], 8))
         return by
 
     def digest(self, first, end):

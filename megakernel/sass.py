@@ -60,7 +60,7 @@ def stall(hi):
 
 
 def stalled(hi, clocks):
-    return hi & ~STALL | clocks << 41
+    return hi & ~(STALL | LONG if clocks > MOST_STALL else STALL) | clocks << 41
 
 
 # ---- what it reads and writes ---------------------------------------------------------------------------------------
@@ -69,9 +69,8 @@ R2UR, LDC, ULDC, BSYNC, VOTE, P2R, R2P, REDUX = 0x2CA, 0xB82, 0xAB9, 0x941, 0x80
 CONSTANT = 0x8200  # the descriptor's place in an LDC's or a ULDC's upper half: c[0x0][0x208]
 URZ, RZ, PT = 63, 255, 7
 
-BY_32 = {0x980, 0x981}  # LD, LDG: the descriptor's register at bit 32
-BY_64 = {0x985, 0x986, 0x98A, 0x98E, 0x9A8, 0xFAE}  # ST, STG, ATOM, REDG, ATOMG, LDGSTS: at bit 64
-MEMORY = BY_32 | BY_64 | {0x984, 0x388, 0x988}  # and LDS, STS: what takes an address from a register as soon as arithmetic would take it
+NAMES = {0x980: 32, 0x981: 32, **dict.fromkeys((0x985, 0x986, 0x98A, 0x98E, 0x9A8, 0xFAE), 64)}  # LD, LDG; ST, STG, ATOM, REDG, ATOMG, LDGSTS: where the descriptor's register stands
+MEMORY = {*NAMES, 0x984, 0x388, 0x988}  # and LDS, STS: what takes an address from a register as soon as arithmetic would take it
 
 # Arithmetic of ordinary registers and predicates: 4 to 5 clocks to a register that arithmetic or an address reads, 7 to others, 13 to a predicate.
 PLAIN = {0x202, 0x802, 0xC02, P2R, R2P, 0x805, 0x207, 0x807, 0xC07, 0x208, 0x808, 0x209, 0x809, 0x20B, 0x80B, 0x20C, 0x80C, 0xC0C, 0x20F, 0x210, 0x810, 0xC10, 0x211, 0x811, 0xC11,
@@ -87,8 +86,9 @@ UNIFORM = {0x287: (16, (24, 32)), 0x28C: (None, (24, 32)), 0x290: (16, (24, 32, 
            0x896: (16, (24, 64)), 0x899: (16, (24, 64)), 0x8A5: (16, (24, 64)), 0x980: (None, (32,)), 0x981: (None, (32,)), 0x984: (None, (32,)), 0x985: (None, (64,)), 0x986: (None, (64,)),
            0x988: (None, (64,)), 0x98A: (None, (64,)), 0x38C: (None, (64,)), 0x98C: (None, (64,)), 0x98E: (None, (64,)), 0x9A7: (None, (64,)), 0x9A8: (None, (64,)), 0x9C3: (16, ()),
            0x9C8: (None, (24, 32, 64)), ULDC: (16, ()), 0xABB: (16, (24,)), 0xC82: (16, (32,)), 0xF8C: (None, (64,)), 0xFAE: (None, (64,)), 0x82F: (16, ()), BRA: (None, (24,))}
+WRITES_UNIFORM = {op for op, (at, _) in UNIFORM.items() if at is not None}
 MIXED = {0xC02, 0xC07, 0xC0C, 0xC10, 0xC11, 0xC12, 0xC24, 0xC25, 0xC26, 0xC28, 0xC36, 0xC45, 0xC46, 0xD00, 0xD09, 0xE24, 0xE25, 0xE29}  # ordinary ones with a uniform operand at bit 32
-PAIRS = {0x3BA, 0x3BC, 0x5B2, 0x297, 0x299, 0x899, 0x2A5, 0x8A5, 0xC28, 0xE25, 0xE29} | BY_32 | BY_64  # what may read two uniform registers from a field on
+PAIRS = {0x3BA, 0x3BC, 0x5B2, 0x297, 0x299, 0x899, 0x2A5, 0x8A5, 0xC28, 0xE25, 0xE29, *NAMES}  # what may read two uniform registers from a field on
 KNOWN = PLAIN | CONTROL | OTHER | MIXED | set(UNIFORM)
 NO_REGISTER = CONTROL | {R2P, 0x81C, 0x20B, 0x80B, 0x20C, 0x80C, 0xC0C, 0x985, 0x986, 0x387, 0x388, 0x988, 0x98E, 0x98F, 0x992, 0x5A7, 0x5AB, 0x9AB, 0xFAE, 0x9AF, 0x5B2, 0x3BA, 0x3BC, 0x3C6, 0x9C8,
                          0x82F, 0x28C, 0x88C}  # what writes no ordinary register, besides what writes a uniform one
@@ -107,6 +107,12 @@ SLOW, SOON, NEXT = 64, 13, 6  # clocks: no result that is not announced takes lo
 
 def field(w, at, n):
     return (w[0] | w[1] << 64) >> at & (1 << n) - 1
+
+
+def placed(w, at, n, value):
+    """With this in that field."""
+    both = (w[0] | w[1] << 64) & ~((1 << n) - 1 << at) | value << at
+    return both & M64, both >> 64
 
 
 def opcode(w):
@@ -137,10 +143,10 @@ def moves_up(w):
 
 
 def writes_uniform(w):
-    at = UNIFORM.get(opcode(w), (None,))[0]
-    if at is None:
+    op = opcode(w)
+    if op not in WRITES_UNIFORM:
         return set()
-    u, op = field(w, at, 6), opcode(w)
+    u = field(w, UNIFORM[op][0], 6)
     return {u, u + 1} - {URZ} if op in (0x297, 0x2A5, 0x8A5) or op in (ULDC, 0xABB) and field(w, 73, 3) == 5 else {u} - {URZ}
 
 
@@ -161,7 +167,7 @@ def writes(w):
     if not known(w):
         return range(RZ)
     d = field(w, 16, 8)
-    if d == RZ or op in NO_REGISTER or op in UNIFORM and UNIFORM[op][0] is not None:
+    if d == RZ or op in NO_REGISTER or op in WRITES_UNIFORM:
         return ()
     if op in SIZED:
         n = {5: 2, 6: 4}.get(field(w, 73, 3), 1)
@@ -173,7 +179,7 @@ def writes(w):
 def reads(w):
     """The ordinary registers that it may read, and some more: a field that is no register looks like one."""
     op = opcode(w)
-    if op in UNIFORM and UNIFORM[op][0] is not None and op not in (R2UR, REDUX):
+    if op in WRITES_UNIFORM and op not in (R2UR, REDUX):
         return set()
     n = 1 if op in PLAIN and op & 0x1FF != 0x25 else 4
     places = [field(w, at, 8) for at in ((16, 24, 32, 64) if op == 0xFAE else (24, 32, 64))]
@@ -197,7 +203,7 @@ def reads_predicates(w):
 def facts(w):
     """What needs() asks for."""
     op = opcode(w)
-    moving = op in (0x28C, 0x88C, 0x9C8) or op in UNIFORM and UNIFORM[op][0] is not None and op not in (R2UR, 0x882, 0xC82, ULDC, REDUX)  # what may write uniform predicates
+    moving = op in (0x28C, 0x88C, 0x9C8) or op in WRITES_UNIFORM and op not in (R2UR, 0x882, 0xC82, ULDC, REDUX)  # what may write uniform predicates
     return op, op in PLAIN and op not in MIXED, moving, barriers(w), waits(w), set(writes(w)), reads(w) | set(writes(w)), writes_predicates(w), reads_predicates(w) | writes_predicates(w), \
         writes_uniform(w), reads_uniform(w) | writes_uniform(w)
 

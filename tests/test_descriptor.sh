@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import descriptor
 import layout
 import sass
-from sass import BRA, BSSY, EXIT, LEFT_OUT, NOP, Refused, field, opcode, stall, stalled, waits
+from sass import BRA, LEFT_OUT, Refused, field, opcode, placed, stall, stalled, waits
 
 failed = []
 
@@ -20,7 +20,7 @@ def check(name, right):
 
 # Instructions as nvcc makes them.
 def clocks(w, n, wait=0):
-    return w[0], stalled(w[1], n) & ~(sass.LONG if n > 11 else 0) | wait << 52
+    return w[0], stalled(w[1], n) | wait << 52
 
 
 def when(p, w):
@@ -152,8 +152,9 @@ def refuses(prove, *args):
 
 def spoiled(name, spoil, of):
     """Spoils an instruction of that kind, in a block out of which something was left."""
+    called = descriptor.entries(k.code)
     for first, last, _ in k.functions[1:]:
-        parts = descriptor.blocks(k.code, first, last)
+        parts = descriptor.blocks(k.code, called, first, last)
         for b in parts:
             gone = {i for i in e.gone if b.first <= i < b.end}
             one = next((i for i in range(b.first, b.end) if gone and i not in gone and of(i)), None)
@@ -164,20 +165,16 @@ def spoiled(name, spoil, of):
     check("found: " + name, False)
 
 
-def at(w, place, n, value):
-    both = (w[0] | w[1] << 64) & ~((1 << n) - 1 << place) | value << place
-    return both & (1 << 64) - 1, both >> 64
-
-
 moved_up = {i for i in e.word if waits(e.now(i)) != waits(k.code.word[i])}
-spoiled("an instruction that has become another", lambda w: at(w, 16, 1, 1 - field(w, 16, 1)), lambda i: i in e.word)
-spoiled("an instruction that waits for less", lambda w: at(w, 116, 6, 0), lambda i: waits(k.code.word[i]))
-spoiled("one that does not wait for what it has taken over", lambda w: at(w, 116, 6, 0), lambda i: i in moved_up)
-spoiled("a load that names a third pair", lambda w: at(w, 32, 6, 40), lambda i: k.code.op[i] == 0x981 and i in e.word)
-spoiled("clocks that are missing", lambda w: at(w, 105, 4, 4), lambda i: stall(e.now(i)[1]) > 8 and k.code.op[i] in (0x20C, 0x80C))
-spoiled("a long stall without its bit", lambda w: at(w, 109, 1, 1), lambda i: stall(e.now(i)[1]) > 11 and k.code.op[i] in (0x20C, 0x80C))
+spoiled("an instruction that has become another", lambda w: placed(w, 16, 1, 1 - field(w, 16, 1)), lambda i: i in e.word)
+spoiled("an instruction that waits for less", lambda w: placed(w, 116, 6, 0), lambda i: waits(k.code.word[i]))
+spoiled("one that does not wait for what it has taken over", lambda w: placed(w, 116, 6, 0), lambda i: i in moved_up)
+spoiled("a load that names a third pair", lambda w: placed(w, 32, 6, 40), lambda i: k.code.op[i] == 0x981 and i in e.word)
+spoiled("clocks that are missing", lambda w: placed(w, 105, 4, 4), lambda i: stall(e.now(i)[1]) > 8 and k.code.op[i] in (0x20C, 0x80C))
+spoiled("a long stall without its bit", lambda w: placed(w, 109, 1, 1), lambda i: stall(e.now(i)[1]) > 11 and k.code.op[i] in (0x20C, 0x80C))
 e, gone, now = edited(*look, sts(4))
 e.gone.add(e.k.functions[1][0] + 7)
-check("found: an R2UR left out whose register is read", refuses(descriptor.prove, e, descriptor.blocks(e.c, *e.k.functions[1][:2])))
+parts = descriptor.blocks(e.c, descriptor.entries(e.c), *e.k.functions[1][:2])
+check("found: an R2UR left out whose register is read", refuses(descriptor.prove, e, parts, descriptor.waited_for(e.c, parts)))
 sys.exit(bool(failed))
 PY
