@@ -34,6 +34,14 @@ typedef struct scratch { /* mk_checkpoint_scratch: a list for every tensor */
     _Atomic uint32_t words[];
 } scratch;
 
+typedef struct made { /* mk_checkpoint_made */
+    struct made *next;
+    const mk_tensor *of;
+    mk_tensor t;
+    scratch *scratch;
+    float values[];
+} made;
+
 struct mk_checkpoint {
     mk_tensor *tensor; /* by name */
     size_t n, cap;
@@ -41,6 +49,7 @@ struct mk_checkpoint {
     size_t n_shards;
     json_t *metadata; /* borrowed; of a single file */
     scratch **scratch; /* [n] */
+    made *made;
     pthread_mutex_t lock;
 };
 
@@ -391,6 +400,14 @@ int mk_checkpoint_open(const char *dir, mk_checkpoint **out, mk_err *err)
     return rc;
 }
 
+static void free_scratch(scratch *s)
+{
+    for (scratch *next; s; s = next) {
+        next = s->next;
+        free(s);
+    }
+}
+
 void mk_checkpoint_close(mk_checkpoint **p)
 {
     mk_checkpoint *ck = *p;
@@ -400,11 +417,12 @@ void mk_checkpoint_close(mk_checkpoint **p)
         json_decref(ck->shard[i].header);
         free(ck->shard[i].path);
     }
-    for (size_t i = 0; ck->scratch && i < ck->n; i++)
-        for (scratch *s = ck->scratch[i], *next; s; s = next) {
-            next = s->next;
-            free(s);
-        }
+    for (size_t i = 0; ck->scratch && i < ck->n; i++) free_scratch(ck->scratch[i]);
+    for (made *m = ck->made, *next; m; m = next) {
+        next = m->next;
+        free_scratch(m->scratch);
+        free(m);
+    }
     pthread_mutex_destroy(&ck->lock);
     free(ck->scratch);
     free(ck->shard);
@@ -437,16 +455,40 @@ const char *mk_checkpoint_metadata(const mk_checkpoint *ck, const char *key)
 _Atomic uint32_t *mk_checkpoint_scratch(const mk_checkpoint *ck, const mk_tensor *t, uint64_t key, size_t n)
 {
     mk_checkpoint *w = (mk_checkpoint *)(uintptr_t)ck; /* a cache: the checkpoint stays the same to its callers */
-    size_t i = (size_t)(t - ck->tensor);
     pthread_mutex_lock(&w->lock);
-    scratch *s = w->scratch[i];
+    made *m = w->made;
+    while (m && &m->t != t) m = m->next;
+    scratch **list = m ? &m->scratch : &w->scratch[t - ck->tensor], *s = *list;
     while (s && (s->key != key || s->n != n)) s = s->next;
     if (!s && (s = calloc(1, sizeof *s + n * sizeof *s->words))) {
         s->key = key;
         s->n = n;
-        s->next = w->scratch[i];
-        w->scratch[i] = s;
+        s->next = *list;
+        *list = s;
     }
     pthread_mutex_unlock(&w->lock);
     return s ? s->words : NULL;
+}
+
+const mk_tensor *mk_checkpoint_made(const mk_checkpoint *ck, const mk_tensor *of, uint32_t rows, uint32_t cols, int (*make)(const void *arg, float *to, mk_err *err), const void *arg,
+                                    mk_err *err)
+{
+    mk_checkpoint *w = (mk_checkpoint *)(uintptr_t)ck;
+    pthread_mutex_lock(&w->lock);
+    made *m = w->made;
+    while (m && m->of != of) m = m->next;
+    if (!m) {
+        const size_t bytes = (size_t)rows * cols * sizeof *m->values;
+        if (!(m = malloc(sizeof *m + bytes))) {
+            mk_fail(err, MK_E_SYSTEM, "tensor %s: out of memory for its product, %zu bytes", of->name, bytes);
+        } else if (make(arg, m->values, err)) {
+            free(m);
+            m = NULL;
+        } else {
+            *m = (made){.next = w->made, .of = of, .t = {.name = of->name, .dtype = MK_ST_F32, .ndim = 2, .shape = {rows, cols}, .data = m->values, .bytes = bytes, .file = of->file}};
+            w->made = m;
+        }
+    }
+    pthread_mutex_unlock(&w->lock);
+    return m ? &m->t : NULL;
 }

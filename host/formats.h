@@ -87,6 +87,8 @@ enum mk_source {
     MK_SRC_HEAD_ROWS, /* row h*head_n + i = tensor row h*head_stride + head_off + i */
     MK_SRC_HEAD_T,    /* transposed per head: row h*cols + i, column j = tensor row h*head_stride + head_off + j, column i, where
                          cols = the tensor's columns and head_n = this matrix's k */
+    MK_SRC_FOLDED,    /* a product of two tensors: row h*latent + i, column j = sum over n < head_n of W_UK's row h*latent + i, column n (mk_mat.by) and the tensor's row h*head_stride + n,
+                         column j, in f32, n ascending, no multiply-add. To whoever packs it, rows of a tensor in f32 (mk_mat_source) */
     MK_SRC_STACKED,   /* tensor [experts, head_stride, k]: row i of expert e = its row head_off + i. mk_model_resolve turns a PLAIN matrix
                          into this where the checkpoint has one tensor for all experts */
 };

@@ -508,6 +508,37 @@ static void resolve_par(void *arg, mk_par *par, uint32_t inner)
     }
 }
 
+/* Whether the checkpoint has a matrix quantised already. */
+static int is_quantised(const resolver *r, const mk_mat *mat)
+{
+    return r->ck ? lookup(r, mat->tensor, 0)->dtype == MK_ST_F8_E4M3 : r->m->fp8_source;
+}
+
+/* Where the queries come out of a low rank, W_UK times its second matrix is one matrix, and saves a step the exchange between the two. Its bytes are more: as many as memory brings during an
+ * exchange are worth it (2 us; profiles/NOTES.md, fiftieth session). Quantised once more, weights that are quantised already would lose by it. */
+#define FOLD_BYTES (8u << 20)
+static int fold_pays(const resolver *r, const mk_mla_mixer *a)
+{
+    const uint64_t folded = (uint64_t)a->uk.n * a->q.k, apart = (uint64_t)a->heads * a->nope * (a->q.k + a->latent), bytes = a->q.wtype == MK_W_FP8 ? 1 : 2;
+    if (a->q_a.source == MK_SRC_NONE || !a->rope || a->q.wtype != a->uk.wtype || folded * bytes > apart * bytes + FOLD_BYTES) return 0;
+    return !a->q.exact && !a->uk.exact && (a->q.wtype == MK_W_BF16 || (!is_quantised(r, &a->q) && !is_quantised(r, &a->uk)));
+}
+static void fold_queries(mk_mla_mixer *a, int fold)
+{
+    a->qt = a->q_pe = a->q;
+    a->qt.source = a->q_pe.source = MK_SRC_NONE;
+    if (!fold) return;
+    a->qt.source = MK_SRC_FOLDED;
+    a->qt.by = &a->uk;
+    a->qt.n = a->uk.n;
+    a->qt.head_n = a->nope;
+    a->q_pe.source = MK_SRC_HEAD_ROWS;
+    a->q_pe.n = a->heads * a->rope;
+    a->q_pe.head_n = a->rope;
+    a->q_pe.head_off = a->nope;
+    a->qt.head_stride = a->q_pe.head_stride = a->nope + a->rope;
+}
+
 /* gate and up are one instruction with one weight type. */
 static int check_pair(resolver *r, const mk_mat *gate, const mk_mat *up)
 {
@@ -559,8 +590,10 @@ int mk_model_resolve(mk_model *m, const mk_checkpoint *ck, enum mk_weights_mode 
         r.nested = !r.bare && !mk_checkpoint_find(ck, e) && mk_checkpoint_find(ck, "model.language_model.embed_tokens.weight");
     }
     walk(m, &w);
+    int fold = 1;
     for (uint32_t i = 0; !r.rc && i < m->layers; i++) {
         mk_layer *y = &m->layer[i];
+        if (y->mixer == MK_MIX_MLA) fold &= fold_pays(&r, &y->mla);
         if (y->ffn == MK_FFN_DENSE) {
             r.rc = check_pair(&r, &y->dense.gate, &y->dense.up);
         } else if (y->ffn == MK_FFN_MOE) {
@@ -568,6 +601,8 @@ int mk_model_resolve(mk_model *m, const mk_checkpoint *ck, enum mk_weights_mode 
             if (!r.rc) r.rc = check_pair(&r, &y->moe.shared.gate, &y->moe.shared.up);
         }
     }
+    for (uint32_t i = 0; !r.rc && i < m->layers; i++) /* all or none: they share their vectors */
+        if (m->layer[i].mixer == MK_MIX_MLA) fold_queries(&m->layer[i].mla, fold);
     if (!r.rc && ck) r.rc = check_leftovers(&r);
     free(r.used);
     return r.rc;

@@ -34,6 +34,7 @@ typedef struct mk_mat {
     uint32_t n, k;
     uint32_t head_n, head_off, head_stride;
     uint16_t scale_k; /* columns a scale of 128 rows covers: 128, or 64 where heads straddle blocks. 0: a scale a row (LM head) */
+    const struct mk_mat *by; /* MK_SRC_FOLDED: W_UK, a MK_SRC_HEAD_T of head_n columns; outlives this one */
     uint8_t tensor_rows; /* MK_SRC_HEAD_ROWS: its 128-row scale blocks are the tensor's, since heads straddle them; pieces of it (GEMV,
                             mk_mat_fetch) then lie in one head. Else they are those of the matrix */
 } mk_mat;
@@ -79,6 +80,8 @@ typedef struct mk_mla_mixer {
     mk_mat kv_a;     /* [latent + rope, hidden] */
     mk_norm kv_norm;
     mk_mat uk, uv;   /* [heads*latent, nope] and [heads*v, latent], both out of kv_b_proj */
+    mk_mat qt, q_pe; /* in place of q and uk, where mk_model_resolve finds that to pay: [heads*latent, q_a.n], which makes q~ of q_a, and [heads*rope, q_a.n], q's other rows; else
+                        MK_SRC_NONE. Not among mk_model_mats */
     mk_mat o;
     float scale;     /* softmax */
     uint8_t rotary;  /* 0 none, 1 interleaved */

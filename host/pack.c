@@ -203,6 +203,7 @@ static int tensor_units(const mk_pack_list *l, const mk_pack_matrix *m, uint32_t
         base = ((uint64_t)expert * t->shape[1] + mat->head_off) * row;
         p->rows.source = MK_SRC_PLAIN;
     }
+    if (mat->source == MK_SRC_FOLDED) p->rows.source = MK_SRC_PLAIN;
     int whole = p->rows.source != MK_SRC_PLAIN;
     uint64_t step = limit / row / MK_SCALE_ROWS * MK_SCALE_ROWS;
     if (step < MK_SCALE_ROWS) step = MK_SCALE_ROWS;

@@ -111,8 +111,8 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
     qg.grain = grain;
     qg.most = most;
 
-    for (uint32_t i = 0; i < a->kv_heads; i++) {
-        mk_insn *in = mk_emit(b, mk_start(i, W, a->kv_heads), MK_OP_GQA_APPEND, layer);
+    for (uint32_t i = 0; i < a->kv_heads; i++) { /* the last workers: no others have fewer items of the partials, which wait for them in a step of several rows */
+        mk_insn *in = mk_emit(b, a->kv_heads <= W ? W - a->kv_heads + i : mk_start(i, W, a->kv_heads), MK_OP_GQA_APPEND, layer);
         in->gqa = kg;
         in->gqa.head = (uint16_t)i;
         mk_wait_values(b, in, R->gqa_qkv, qkv_pub, kg.k_off + i * dim, kg.v_off - kg.k_off + dim);

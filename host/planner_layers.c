@@ -3,6 +3,7 @@
  *   delta     planner_delta.c
  *   GQA       planner_gqa.c
  *   MLA       [kv_a | q] -> (q_a: q_b) -> uk per head, KV_APPEND -> MLA_PARTIAL -> COMBINE -> uv per head -> o (+ h)
+ *             [kv_a | q_a] -> [q_b uk | q_b's other rows], KV_APPEND -> MLA_PARTIAL ... where the model has the two as one matrix (mk_mla_mixer.qt)
  *   dense     gate|up -> down (+ h)
  *   MoE       router, each worker of its slice of h -> ROUTE, shared gate|up, EXPERT_UP -> shared down, EXPERT_DOWN (+ h)
  */
@@ -94,22 +95,46 @@ static void split_but_last(mk_builder *b, const mk_part *const *parts, const uin
     if (!b->why) b->why = "the last worker appends to the cache";
 }
 
+/* q~ and q_pe of one input: a worker has rows of one head's q~ or of q_pe, in pairs, which is how MLA_PARTIAL's queries are known by a table (queries_table, gpu.cu); so many workers a head that
+ * the busiest has least to do. The last one has none: it appends to the cache, and the partials wait for that as well. Where workers are few, evenly. cut: of both groups. */
+static void split_folded(mk_builder *b, const mk_part *qt, const mk_part *pe, uint32_t heads, uint32_t *cut)
+{
+    const mk_part *g[2] = {qt, pe};
+    uint32_t W = b->cfg->workers, one[2] = {1, 1}, latent = qt->rows / heads, each = 0, least = UINT32_MAX, *cut_pe = cut + W + 1;
+    for (uint32_t n = (W - 1) / heads; n; n--) {
+        uint32_t others = W - 1 - n * heads, rows = (latent + n - 1) / n;
+        if (!others) continue;
+        if (rows < (pe->rows + others - 1) / others) rows = (pe->rows + others - 1) / others;
+        if (rows < least) least = rows, each = n;
+    }
+    if (!each || latent % 2 || pe->rows % 2) {
+        mk_split(b, g, one, 2, cut);
+        return;
+    }
+    b->why = "each worker has rows of one head, or of q_pe, or appends to the cache";
+    for (uint32_t w = 0, first = heads * each; w <= W; w++) {
+        cut[w] = w < first ? w / each * latent + 2 * mk_start(w % each, latent / 2, each) : qt->rows;
+        cut_pe[w] = w <= first ? 0 : w + 1 < W ? 2 * mk_start(w - first, pe->rows / 2, W - 1 - first) : pe->rows;
+    }
+}
+
 static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
 {
     const mk_layer *L = &b->m->layer[layer];
     const mk_mla_mixer *a = &L->mla;
-    uint32_t W = b->cfg->workers, heads = a->heads, two_step = a->q_a.source != MK_SRC_NONE;
+    uint32_t W = b->cfg->workers, heads = a->heads, two_step = a->q_a.source != MK_SRC_NONE, folded = a->qt.source != MK_SRC_NONE && !b->cfg->apart;
     uint32_t cs = mk_combine_slices(heads, a->latent, W), items = heads * cs, cw = a->latent / cs;
     if (R->have_mla && !mk_same_shape(b, "MLA", layer,
                                    R->mla->heads == heads && R->mla->latent == a->latent && R->mla->rope == a->rope &&
                                        R->mla->nope == a->nope && R->mla->v == a->v && R->mla->q_a.n == a->q_a.n))
         return;
     /* A factor on the rotated part of a score is one on k_pe. */
-    mk_part kv[2] = {mk_whole(&a->kv_a), mk_whole(&a->kv_a)}, q = mk_read(b, mk_whole(&a->q), a->nope, a->nope + a->rope);
+    mk_part kv[2] = {mk_whole(&a->kv_a), mk_whole(&a->kv_a)}, qt = mk_whole(&a->qt);
+    mk_part q = folded ? mk_whole(&a->q_pe) : mk_read(b, mk_whole(&a->q), a->nope, a->nope + a->rope);
     mk_part qa = two_step ? mk_read(b, mk_whole(&a->q_a), a->q_a.n, 0) : q;
     mk_part *uk = calloc(heads, sizeof *uk), *uv = calloc(heads, sizeof *uv);
     uint32_t *st = calloc(items + 1, sizeof *st);
-    uint32_t *cut = R->cut[0], *cut_q = R->cut[2], *cut_k = calloc(W + 1, sizeof *cut_k), *cut_v = calloc(W + 1, sizeof *cut_v);
+    uint32_t *cut = R->cut[0], *cut_q = R->cut[2], *cut_k = calloc(2 * (W + 1), sizeof *cut_k), *cut_v = calloc(W + 1, sizeof *cut_v);
     if (!uk || !uv || !st || !cut_k || !cut_v) {
         b->failed = 1;
         goto done;
@@ -126,18 +151,24 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     }
     const mk_part *g1[2] = {kv, &qa}, *gq[1] = {&q};
     uint32_t n1[2] = {n_kv, 1}, one[1] = {1};
-    const char *why[4]; /* of the splits, until their phases are there */
+    const char *why[4] = {NULL}; /* of the splits, until their phases are there */
     /* The last worker appends to the cache. Where kv and the queries come of one exchange the partials would wait for it: so it has no rows of these, if others' share grows by less than
-     * the 3 % that a phase may be uneven, and waits for kv from the layer's beginning on. Where the queries come an exchange later it has time. */
+     * the 3 % that a phase may be uneven, and waits for kv from the layer's beginning on. Where the queries come an exchange later it has time; or none of their rows, if there is no uk. */
     if (two_step || W < 33)
         mk_split(b, g1, n1, 2, cut);
     else
         split_but_last(b, g1, n1, 2, cut);
     why[0] = b->why;
-    mk_split(b, gq, one, 1, cut_q);
-    why[1] = b->why;
-    split_heads(b, uk, heads, cut_k); /* few models have a head for the last worker */
-    why[2] = b->why;
+    if (folded) {
+        cut_q = cut_k + W + 1;
+        split_folded(b, &qt, &q, heads, cut_k);
+        why[1] = b->why;
+    } else {
+        mk_split(b, gq, one, 1, cut_q);
+        why[1] = b->why;
+        split_heads(b, uk, heads, cut_k); /* few models have a head for the last worker */
+        why[2] = b->why;
+    }
     split_heads(b, uv, heads, cut_v);
     why[3] = b->why;
     if (!R->have_mla) {
@@ -146,7 +177,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
         R->kv = mk_vec_split(b, "kv", mk_act(b), kv, n_kv, cut);
         if (two_step) R->qa = mk_vec_split(b, "qa", mk_act(b), &qa, 1, cut + W + 1);
         R->q = mk_vec_split(b, "q", mk_act(b), &q, 1, two_step ? cut_q : cut + W + 1);
-        R->qt = mk_vec_split(b, "qt", mk_act(b), uk, heads, cut_k);
+        R->qt = mk_vec_split(b, "qt", mk_act(b), folded ? &qt : uk, folded ? 1 : heads, cut_k);
         R->kvc = mk_vec_bulk(b, "kvcache", 0, 1);
         R->part_id = mk_vec_bulk(b, "partial", (uint64_t)MK_MAX_ROWS * MK_MAX_SPLITS * heads * mk_partial_floats(a->latent) * 4, W);
         for (uint32_t i = 0; i <= items; i++) st[i] = i * cw;
@@ -176,31 +207,37 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
                           .eps = a->q_a_norm.eps, .out_vec = R->q, .out_pub = q_pub};
         mk_phase_begin(b);
         mk_emit_gemv(b, layer, &q, 1, cut_q, &t);
+        if (folded) {
+            t.out_vec = R->qt, t.out_pub = qt_pub;
+            mk_emit_gemv(b, layer, &qt, 1, cut_k, &t);
+        }
         b->why = why[1];
-        mk_phase_end(b, "q_b", layer, q.rows < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+        mk_phase_end(b, folded ? "q_b uk" : "q_b", layer, q.rows + (folded ? qt.rows : 0) < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
     }
 
-    mk_mla g = {.latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope, .qk_stride = (uint16_t)(a->nope + a->rope), .heads = (uint16_t)heads,
+    mk_mla g = {.latent = (uint16_t)a->latent, .rope = (uint16_t)a->rope, .qk_stride = (uint16_t)((folded ? 0 : a->nope) + a->rope), .heads = (uint16_t)heads,
                 .all_heads = heads, .scale = a->scale, .eps = a->kv_norm.eps, .rotary = a->rotary, .parts = W};
     g.cache = b->m->kv_cache;
     g.kv_off = (uint64_t)kv_index * b->cfg->kv_pages * mk_latent_row_bytes(a->latent, a->rope, g.cache, mk_act_bytes(b)) * MK_PAGE;
     g.param_off = mk_norm_param(b, &a->kv_norm);
     if (a->rotary) mk_param_values(b, a->inv_freq, a->rope / 2);
 
-    mk_phase_begin(b);
     mk_insn *in = mk_emit(b, W - 1, MK_OP_KV_APPEND, layer);
     in->mla = g;
     mk_wait_all(b, in, R->kv, kv_pub);
     mk_signal(in, R->kvc, kvc_pub, 0);
-    mk_gemv_spec k = {.in_vec = R->q, .in_pub = q_pub, .out_vec = R->qt, .out_pub = qt_pub};
-    mk_emit_gemv(b, layer, uk, heads, cut_k, &k);
-    b->why = why[2];
-    mk_phase_end(b, "uk", layer, heads <= W ? NULL : heads * a->latent < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+    if (!folded) {
+        mk_gemv_spec k = {.in_vec = R->q, .in_pub = q_pub, .out_vec = R->qt, .out_pub = qt_pub};
+        mk_phase_begin(b);
+        mk_emit_gemv(b, layer, uk, heads, cut_k, &k);
+        b->why = why[2];
+        mk_phase_end(b, "uk", layer, heads <= W ? NULL : heads * a->latent < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+    }
 
     for (uint32_t w = 0; w < W; w++) {
         in = mk_emit(b, w, MK_OP_MLA_PARTIAL, layer);
         in->mla = g;
-        in->mla.in_off = a->nope;
+        in->mla.in_off = folded ? 0 : a->nope;
         in->mla.part = w;
         mk_wait_all(b, in, R->qt, qt_pub);
         mk_wait_all(b, in, R->q, q_pub);

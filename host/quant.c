@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "host/checkpoint.h"
+#include "host/fold.h"
 
 #define BLOCK 128u
 
@@ -362,6 +363,9 @@ static int check_source(const mk_mat *mat, const mk_tensor *t, uint32_t expert, 
     } else if (ok && mat->source == MK_SRC_HEAD_ROWS) {
         ok = t->shape[1] == mat->k && mat->head_n && mat->n % mat->head_n == 0 && mat->head_off <= mat->head_stride &&
              mat->head_n <= mat->head_stride - mat->head_off && t->shape[0] == (uint64_t)mat->n / mat->head_n * mat->head_stride;
+    } else if (ok && mat->source == MK_SRC_FOLDED) { /* the product is made of what the other two sources refuse or not */
+        ok = t->shape[1] == mat->k && mat->k % 8 == 0 && mat->by && mat->head_n <= mat->head_stride && mat->by->k == mat->head_n && mat->by->n == mat->n && t->shape[0] % mat->head_stride == 0 &&
+             mat->n % (t->shape[0] / mat->head_stride) == 0;
     } else if (ok) {
         ok = mat->source == MK_SRC_HEAD_T && t->shape[1] && mat->n % t->shape[1] == 0 && mat->head_off <= mat->head_stride &&
              mat->k <= mat->head_stride - mat->head_off && t->shape[0] == mat->n / t->shape[1] * mat->head_stride;
@@ -379,6 +383,22 @@ int mk_mat_source(const mk_checkpoint *ck, const mk_mat *mat, uint32_t expert, c
     if (!(*t = mk_checkpoint_find(ck, name))) return mk_fail(err, MK_E_MODEL, "tensor %s is missing", name);
     int rc = check_source(mat, *t, expert, err);
     if (!rc && (*t)->dtype == MK_ST_F8_E4M3 && !(*scales = mk_scale_tensor(ck, *t, err))) rc = err ? err->code : MK_E_MODEL;
+    if (rc || mat->source != MK_SRC_FOLDED) return rc;
+    const mk_fold f = {ck, mat, *t, *scales};
+    *scales = NULL;
+    *t = mk_checkpoint_made(ck, *t, mat->n, mat->k, mk_fold_make, &f, err);
+    return *t ? MK_OK : err ? err->code : MK_E_MODEL;
+}
+
+int mk_tensor_rows_f32(const mk_tensor *t, const mk_tensor *scales, uint64_t row0, uint32_t rows, float *dst, mk_err *err)
+{
+    const mk_mat whole = {.source = MK_SRC_PLAIN, .n = (uint32_t)t->shape[0], .k = (uint32_t)t->shape[1], .scale_k = BLOCK};
+    view v = {.mat = &whole, .t = t, .s = scales, .base = t->data, .cols = whole.k, .size = mk_dtype_bytes(t->dtype), .err = err};
+    int rc = MK_OK;
+    for (uint32_t i = 0; !rc && i < rows; i++) {
+        v.x = dst + (size_t)i * whole.k;
+        rc = row_f32(&v, row0 + i);
+    }
     return rc;
 }
 

@@ -22,9 +22,16 @@ mk_rows mk_mat_rows(const mk_mat *mat, uint64_t cols); /* cols: of the tensor */
 /* Finds a matrix's tensor (expert: for %u names) and, where it is FP8, its scales (else NULL), and refuses whatever mk_mat_fetch could not read. */
 int mk_mat_source(const mk_checkpoint *ck, const mk_mat *mat, uint32_t expert, const mk_tensor **t, const mk_tensor **scales, mk_err *err);
 
+/* Rows [row0, row0 + rows) of a tensor of two dimensions, as dst[rows][columns]; scales: of an FP8 tensor, which its values are multiplied by. Refuses values that are not finite. */
+int mk_tensor_rows_f32(const mk_tensor *t, const mk_tensor *scales, uint64_t row0, uint32_t rows, float *dst, mk_err *err);
+
 /* A table of n words that belongs to tensor t and purpose `key`, zero at first, kept until the checkpoint is closed: quant.c
  * keeps the scales there that it computed, since slices of a few rows would otherwise read each 128-row block many times. Threads may
  * fill it at the same time (every one of them writes the same values). NULL: out of memory. */
 _Atomic uint32_t *mk_checkpoint_scratch(const mk_checkpoint *ck, const mk_tensor *t, uint64_t key, size_t n);
+
+/* A tensor of rows x cols values in f32 that is made of tensor `of`, once, and kept until the checkpoint is closed. make: fills them; must not ask for scratch. NULL: it failed. */
+const mk_tensor *mk_checkpoint_made(const mk_checkpoint *ck, const mk_tensor *of, uint32_t rows, uint32_t cols, int (*make)(const void *arg, float *to, mk_err *err), const void *arg,
+                                    mk_err *err);
 
 #endif

@@ -17,6 +17,7 @@ typedef struct mk_session_config {
     uint32_t workers, slots, context, epoch0; /* 0: 8, 1, 1024 and 0 */
     uint32_t sweep;                           /* see mk_twin_config */
     int act_f32;
+    int apart; /* as a session with act_f32 has it (mk_plan_config), to be compared with one */
     uint32_t smem_limit; /* plan for a GPU with that much shared memory; 0: for the twin alone */
 } mk_session_config;
 

@@ -64,7 +64,7 @@ template <uint32_t ROWS> MK_CALL void mk_gate_of(const mk_insn *in)
             if (mk_group_first(d->warp, stage) == 0) mk_gate_weights(d, stage, k, weights);
             mk_sync();
         }
-        mk_some_wait<T>(from, row_packets, turns, wanted, epoch, 0, first, q);
+        mk_some_wait<T>(from, row_packets, turns, epoch, 0, first, q);
 #pragma unroll
         for (uint32_t j = 0; j < T; j++)
 #pragma unroll

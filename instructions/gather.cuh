@@ -744,10 +744,10 @@ template <bool F32, uint32_t FORM, bool RMS> MK_CALL void mk_gather_rows(const m
     }
 }
 
-/* Waits for packets of some rows, of which q are earlier looks: the lane's packet of row r in its turn j is q[r * T + j], if that bit of `wanted` is set; if not, it has the epoch
- * already. While some are late a lane looks at the last of its own alone, again and again: 132 workers would ask for 32 KB each. from: packet packet0 of row row0. */
+/* Waits for packets of some rows, of which q are earlier looks: the lane's packet of row r in its turn j is q[r * T + j]; what it does not want has the epoch already. While some are late a lane
+ * looks at the last of its own alone, again and again: 132 workers would ask for 32 KB each. from: packet packet0 of row row0. */
 template <uint32_t T, uint32_t N>
-MK_DEV void mk_some_wait(const uint4 *from, uint32_t row_packets, const mk_turns &turns, uint32_t wanted, uint32_t epoch, uint32_t row0, uint32_t packet0, uint4 (&q)[N])
+MK_DEV void mk_some_wait(const uint4 *from, uint32_t row_packets, const mk_turns &turns, uint32_t epoch, uint32_t row0, uint32_t packet0, uint4 (&q)[N])
 {
     uint32_t looks = 0, any = 0;
     bool more = true;
@@ -757,7 +757,7 @@ MK_DEV void mk_some_wait(const uint4 *from, uint32_t row_packets, const mk_turns
     do {
         uint32_t late = 0;
 #pragma unroll
-        for (uint32_t i = 0; i < N; i++) late |= q[i].w != epoch ? wanted & 1u << i : 0;
+        for (uint32_t i = 0; i < N; i++) late |= q[i].w != epoch ? 1u << i : 0;
         if (!__any_sync(0xffffffffu, late)) break;
         if (late) {
             const uint32_t last = 31 - __clz(late), r = last / T, at = mk_turn_at(turns.packets, last % T);
@@ -771,8 +771,9 @@ MK_DEV void mk_some_wait(const uint4 *from, uint32_t row_packets, const mk_turns
     } while (__all_sync(0xffffffffu, more));
     mk_waited(looks);
 }
-/* Stages a vector of several rows whose packets are dealt and which fits whole: each row as mk_take has it, so many rows at a time that a lane has eight packets of them on their way, those of
- * the next while these are staged. No barrier behind it yet. */
+/* Stages a vector of several rows whose packets are dealt and which fits whole: each row as mk_take has it, so many rows at a time that a lane has eight packets of them on their way. Two rows at a
+ * time become what is staged; then the packets of the rows that come R later are asked for in their place, and what takes long (a sum and a maximum over the warp) lies beside each other's. What a
+ * lane has no packet of keeps its first look, zeros with the epoch, and goes where nobody looks. No barrier behind it yet. */
 template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(const mk_insn *in)
 {
     constexpr uint32_t T = MK_LOADS_OF(F32, PRO), N = 8, R = N / T, TWO = R < 2 ? 1 : 2, WORDS = F32 ? 2 : 3;
@@ -788,87 +789,95 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
     const mk_hand h = mk_hand_of<F32>(p, g, d->lane);
     const mk_turns turns = mk_turns_of<F32>(g);
     const uint32_t group0 = d->warp * g.values, value0 = group0 + h.value, packet0 = p->skip + d->warp * g.packets + d->lane, first0 = HEADS ? group0 : value0; /* trailers have no value */
+    const uint32_t staged = mk_smem(sh->staging), nowhere = staged + stride - 32, left = k - value0; /* nowhere: between two rows */
     const float4 *const gamma = RMS ? mk_keep_at((const float4 *)(sh->args.map + p->gain) + (F32 ? 1 : 2) * packet0) : 0;
     const uint4 *from = f->place.in[0] + packet0;
     uint4 q[N];
     float4 gain[RMS ? T : 1][F32 ? 1 : 2]; /* of a packet's values; what is no value's is 0 */
-    uint32_t value[T], mine[WORDS], turn = 0; /* turn: which of its turns the lane has a packet in; mine: which of a packet's values are the lane's */
+    uint32_t to[T], mine[WORDS], turn = 0, clip = 0; /* to: of the first row; mine: which of a packet's values are the lane's; turn, clip: which of its turns it has a packet in, one that goes on behind k */
 #pragma unroll
     for (uint32_t j = 0; j < T; j++) {
-        value[j] = mk_turn_at(turns.values, j);
-        if (h.any && first0 + value[j] < k) turn |= 1u << j;
+        const uint32_t value = mk_turn_at(turns.values, j);
+        const bool has = h.any && first0 + value < k;
+        if (has) turn |= 1u << j;
+        if (!F32 && !HEADS && has && left - value < 6) clip |= 1u << j;
+        to[j] = has ? staged + 2 * (value0 + value) : nowhere;
+        mk_keep(&to[j]);
         if (RMS)
 #pragma unroll
-            for (uint32_t i = 0; i < (F32 ? 1 : 2); i++) gain[j][i] = turn & 1u << j ? __ldg(gamma + (F32 ? 1 : 2) * mk_turn_at(turns.packets, j) + i) : make_float4(0, 0, 0, 0);
+            for (uint32_t i = 0; i < (F32 ? 1 : 2); i++) gain[j][i] = has ? __ldg(gamma + (F32 ? 1 : 2) * mk_turn_at(turns.packets, j) + i) : make_float4(0, 0, 0, 0);
     }
 #pragma unroll
-    for (uint32_t i = 0; i < WORDS; i++) mine[i] = mk_hand_mine<F32>(h, i);
-    /* the lane's packets of the rows from `row` on: all but those behind the last row */
-    const auto wanted_of = [&](uint32_t row) {
-        uint32_t all = 0;
+    for (uint32_t i = 0; i < WORDS; i++) {
+        mine[i] = mk_hand_mine<F32>(h, i);
+        mk_keep(&mine[i]);
+    }
+    mk_keep(&turn);
+    const auto ask = [&](uint32_t row0, uint32_t r) { /* row r of the batch from row0 on, which `from` is */
+        const uint32_t some = row0 + r < nrows ? turn : 0;
 #pragma unroll
-        for (uint32_t r = 0; r < R; r++) all |= row + r < nrows ? turn << T * r : 0;
-        return all;
+        for (uint32_t j = 0; j < T; j++) mk_packet_again(&q[r * T + j], from + r * row_packets + mk_turn_at(turns.packets, j), some & 1u << j);
     };
-    const uint32_t left = k - value0, to0 = mk_smem(sh->staging) + 2 * value0, trailers = mk_smem(sh->red) + 128 * N * d->warp, group = d->warp + d->lane * MK_WARPS; /* of trailers: 32 places a turn and row */
+    const uint32_t trailers = mk_smem(sh->red) + 128 * N * d->warp, group = d->warp + d->lane * MK_WARPS; /* of trailers: 32 places a turn and row */
     const uint32_t word = HEADS ? mk_trailer_word(g) : 0;
     static_assert(128 * N * MK_WARPS <= MK_RED_FLOATS * 4, "trailers");
-    uint32_t wanted = wanted_of(0), to_row = to0;
 #pragma unroll
-    for (uint32_t i = 0; i < N; i++) {
-        q[i] = make_uint4(0, 0, 0, epoch);
-        mk_packet_again(&q[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), wanted & 1u << i);
-    }
+    for (uint32_t i = 0; i < N; i++) q[i] = make_uint4(0, 0, 0, epoch);
+#pragma unroll
+    for (uint32_t r = 0; r < R; r++) ask(0, r);
     if (HEADS) mk_sync(); /* nobody reads the reduction area any more */
 #pragma unroll 1
-    for (uint32_t row0 = 0; row0 < nrows; row0 += R, to_row += R * stride) {
-        mk_some_wait<T>(from, row_packets, turns, wanted, epoch, row0, packet0, q);
-        uint4 next[N];
+    for (uint32_t row0 = 0, at = 0; row0 < nrows; row0 += R, at += R * stride) { /* at: from the first row on */
+        mk_some_wait<T>(from, row_packets, turns, epoch, row0, packet0, q);
         from += R * row_packets;
-        wanted = wanted_of(row0 + R);
-#pragma unroll
-        for (uint32_t i = 0; i < N; i++) {
-            next[i] = make_uint4(0, 0, 0, epoch);
-            mk_packet_again(&next[i], from + i / T * row_packets + mk_turn_at(turns.packets, i % T), wanted & 1u << i);
-        }
-        /* Two rows at a time, so that what each takes long for (a sum and a maximum over the warp) lies beside the other's. */
 #pragma unroll
         for (uint32_t r0 = 0; r0 < R; r0 += TWO) {
             if (row0 + r0 >= nrows) break;
-            uint32_t top[TWO] = {};
+            uint32_t top[TWO] = {}, x[TWO * T][3];
             float sum[TWO] = {};
 #pragma unroll
-            for (uint32_t i = 0; i < TWO * T; i++) { /* what was not asked for is zero */
-                const uint32_t which = i / T, j = i % T, r = r0 + which, at = to_row + r * stride + 2 * value[j];
-                uint4 &x = q[r * T + j];
-                const bool has = (!which || row0 + r < nrows) && turn & 1u << j;
+            for (uint32_t i = 0; i < TWO * T; i++) { /* what was not asked for is zero; a row behind the last one, anything */
+                const uint32_t which = i / T, j = i % T, r = r0 + which;
+                const uint4 y = q[r * T + j];
+                uint32_t(&w)[3] = x[i];
                 if (F32) {
-                    float y[3] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z)};
+                    float z[3] = {__uint_as_float(y.x), __uint_as_float(y.y), __uint_as_float(y.z)};
                     const float by[3] = {gain[RMS ? j : 0][0].x, gain[RMS ? j : 0][0].y, gain[RMS ? j : 0][0].z};
 #pragma unroll
                     for (uint32_t e = 0; e < 3; e++) {
-                        sum[which] = __fmaf_rn(y[e], y[e], sum[which]);
-                        y[e] = __fmul_rn(y[e], by[e]);
+                        sum[which] = __fmaf_rn(z[e], z[e], sum[which]);
+                        z[e] = __fmul_rn(z[e], by[e]);
                     }
-                    x.x = mk_bf16_pair(y[0], y[1]), x.y = mk_bf16_pair(y[2], 0), x.z = 0;
+                    w[0] = mk_bf16_pair(z[0], z[1]), w[1] = mk_bf16_pair(z[2], 0), w[2] = 0;
                 } else {
-                    uint32_t w[3] = {x.x, x.y, x.z};
-                    if (HEADS && has && h.trailer) mk_sts32(trailers + 128 * (r * T + j) + 4 * h.slice, mk_packet_word(x, word));
-                    if (!HEADS && left - value[j] < 6) mk_packet_clip(w, value[j], left);
+                    w[0] = y.x, w[1] = y.y, w[2] = y.z;
+                    if (HEADS && (!which || row0 + r < nrows) && turn & 1u << j && h.trailer) mk_sts32(trailers + 128 * (r * T + j) + 4 * h.slice, mk_packet_word(y, word));
+                    if (!HEADS && clip & 1u << j) mk_packet_clip(w, mk_turn_at(turns.values, j), left);
 #pragma unroll
                     for (uint32_t e = 0; e < 3; e++) {
                         if (HEADS) w[e] &= mine[e];
                         const float4 a = gain[RMS ? j : 0][0], b = gain[RMS ? j : 0][F32 ? 0 : 1];
                         if (RMS) w[e] = mk_word_scaled(w[e], e == 0 ? a.x : e == 1 ? a.z : b.x, e == 0 ? a.y : e == 1 ? a.w : b.y, &sum[which]);
                     }
-                    x.x = w[0], x.y = w[1], x.z = w[2];
                 }
-                if (FP8)
-                    top[which] = __vmaxu2(__vmaxu2(__vmaxu2(top[which], mk_magnitudes(x.x)), mk_magnitudes(x.y)), mk_magnitudes(x.z));
-                else
-                    mk_hand_put<F32>(at, has, mine, x);
+                if (FP8) {
+                    top[which] = __vmaxu2(__vmaxu2(top[which], mk_magnitudes(w[0])), mk_magnitudes(w[1]));
+                    if (!F32) top[which] = __vmaxu2(top[which], mk_magnitudes(w[2]));
+                }
             }
-            __syncwarp();
+            if (FP8 || RMS) {
+#pragma unroll
+                for (uint32_t i = 0; i < TWO; i++) ask(row0 + R, r0 + i);
+                __syncwarp();
+            } else { /* made before others take their place: else ptxas asks first and keeps both, which above costs less than this would */
+#pragma unroll
+                for (uint32_t i = 0; i < TWO * T; i++)
+#pragma unroll
+                    for (uint32_t e = 0; e < WORDS; e++) mk_keep(&x[i][e]);
+                __syncwarp();
+#pragma unroll
+                for (uint32_t i = 0; i < TWO; i++) ask(row0 + R, r0 + i);
+            }
             if (RMS) {
 #pragma unroll
                 for (uint32_t step = 16; step; step /= 2)
@@ -883,13 +892,13 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
                 const uint32_t r = r0 + i, row = row0 + r;
                 if (i && row >= nrows) break;
                 if (RMS) mk_row_squares(d, parity, row, sum[i]);
-                float factor = 1;
-                if (FP8) {
-                    const mk_f16_shift shift = mk_f16_shift_of(top[i]);
-                    factor = shift.inverse;
+                const mk_f16_shift shift = mk_f16_shift_of(FP8 ? top[i] : 0);
 #pragma unroll
-                    for (uint32_t j = 0; j < T; j++) mk_hand_put<F32>(to_row + r * stride + 2 * value[j], turn & 1u << j, mine, mk_packet_shifted<F32>(q[r * T + j], shift.less));
+                for (uint32_t j = 0; j < T; j++) {
+                    const uint4 y = make_uint4(x[i * T + j][0], x[i * T + j][1], x[i * T + j][2], 0);
+                    mk_hand_put<F32>(to[j] + at + r * stride, mk_minds(to[j], nowhere), mine, FP8 ? mk_packet_shifted<F32>(y, shift.less) : y);
                 }
+                float factor = FP8 ? shift.inverse : 1;
                 /* a lane a group, for its K blocks */
                 if (HEADS && group * g.values < k) {
                     float squares = 0;
@@ -903,8 +912,6 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL void mk_gather_some(con
             }
         }
         if (HEADS) __syncwarp(); /* the trailers are read */
-#pragma unroll
-        for (uint32_t i = 0; i < N; i++) q[i] = next[i];
     }
 }
 /* Stages values [c0, c0 + n) of such a vector of bf16 without an RMS norm, a lane's packet of all rows at a time. LOOK: it is the vector's first part, with which all of it is looked at for
@@ -948,7 +955,7 @@ template <uint32_t FORM, bool HEADS, bool LOOK> MK_CALL void mk_gather_part(cons
     while (at < end) {
         const uint32_t here_p = packet, x = at + h.value, to = staged + 2 * (x - c0); /* wraps */
         const bool has = wanted;
-        mk_some_wait<1>(from, row_packets, turns, wanted, epoch, 0, here_p, q);
+        mk_some_wait<1>(from, row_packets, turns, epoch, 0, here_p, q);
         at += turns.values[0], packet += turns.packets[0];
         wanted = wanted_of(at);
         from = mk_keep_at(f->place.in[0] + packet);

@@ -402,6 +402,14 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
     uint32_t i = __ldg(map + (table + item.h0)) + tid, h = tid / MK_TURN_SLOTS;
     const uint32_t *turns = map + (table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + tid);
     uint32_t turn = m->rope && h < item.heads ? __ldg(turns) : 0;
+    const uint2 *const places = (const uint2 *)(map + (table + mk_queries_places(m->heads)));
+    uint2 to[NP]; /* of the next packets of q~ */
+    const auto ask = [&] {
+        const uint2 *const from = mk_keep_at(places + i); /* else the address is worked out under each condition */
+#pragma unroll
+        for (uint32_t k = 0; k < NP; k++) to[k] = i + k * EVERY < end ? __ldg(from + k * EVERY) : make_uint2(0xffffffffu, 0xffffffffu);
+    };
+    ask();
     mk_aside_after(sh, f->place.after);
     const mk_att_queries of = {(uint32_t)m->latent + m->rope, m->latent / 32u, two};
 #pragma unroll 1
@@ -415,19 +423,16 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
     }
 
     const uint32_t q = mk_smem(sh->staging), epoch = f->place.epoch[0];
-    const uint2 *const places = (const uint2 *)(map + (table + mk_queries_places(m->heads)));
 #pragma unroll 1
-    for (; __any_sync(0xffffffffu, i < end); i += NP * EVERY) {
-        const uint2 *const from = mk_keep_at(places + i); /* else the address is worked out under each condition */
-        uint2 to[NP];
+    while (__any_sync(0xffffffffu, i < end)) {
         uint4 x[NP] = {};
-#pragma unroll
-        for (uint32_t k = 0; k < NP; k++) to[k] = i + k * EVERY < end ? __ldg(from + k * EVERY) : make_uint2(0xffffffffu, 0xffffffffu);
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) x[k].w = to[k].x & 0x8000u ? epoch : ~epoch;
         mk_aside_wait<NP>(f->place.in[0] + i, EVERY, epoch, 0, i, x);
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) mk_mla_put_placed(q, to[k], keep, x[k]);
+        i += NP * EVERY;
+        ask();
     }
 }
 

@@ -86,6 +86,7 @@ typedef struct mk_route_scratch {
     uint32_t before[MK_EXPERT_LANES];      /* experts of the union in the words before */
 } mk_route_scratch;
 static_assert(sizeof(mk_route_scratch) + MK_MAX_EXPERT * 8 <= MK_RED_FLOATS * 4, "a row fits");
+static_assert(2 * MK_MAX_ROWS * MK_MAX_TOPK <= MK_COMPUTE, "two threads a pair: mk_route_union");
 
 /* Keys and scores[0..n) of a softmax that is not plain, out of the logits, by one warp; expert i belongs to lane i mod 32. */
 MK_DEV void mk_route_softmax(const mk_route *t, const float *bias, uint32_t *key, float *score)
@@ -184,7 +185,7 @@ MK_DEV uint32_t mk_route_choose(uint32_t n, uint32_t topk, uint32_t *key, uint32
     return mine; /* of lanes without one the greatest number */
 }
 
-/* More than one row: the union of their choices and the pairs. All compute threads. */
+/* More than one row: the union of their choices, of which warp 0 tells the loader as soon as it has written it down, and the pairs. All compute threads. */
 MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
 {
     mk_shared *sh = mk_sh();
@@ -198,18 +199,25 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
             uint32_t o = __shfl_up_sync(0xffffffffu, sum, m);
             if (lane >= m) sum += o;
         }
-        x->before[lane] = sum - count;
+        uint32_t at = sum - count;
+        x->before[lane] = at;
+#pragma unroll 1
+        for (; word; word &= word - 1) out->expert[at++] = (uint16_t)(32 * lane + __ffs(word) - 1);
         if (lane == 31) {
             out->n_union = sum;
             pairs->first[sum] = (uint8_t)(nrows * topk);
         }
+        __syncwarp();
+        if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->route_full));
     }
     mk_sync();
-    if (tid >= nrows * topk) return;
-    uint32_t r = mk_small_quot(tid, topk), k = tid - r * topk, e = x->id[r][k], p = 0, same = 0;
-    uint32_t j = x->before[e / 32] + __popc(x->chosen[e / 32] & ((1u << (e % 32)) - 1));
+    /* two threads a pair or four, each of every second row or fourth */
+    const uint32_t n = nrows * topk, log = n <= MK_COMPUTE / 4 ? 2 : 1, part = tid & ((1u << log) - 1), pair = min(tid >> log, n - 1);
+    const uint32_t r = mk_small_quot(pair, topk), k = pair - r * topk, e = x->id[r][k];
+    const uint32_t j = x->before[e / 32] + __popc(x->chosen[e / 32] & ((1u << (e % 32)) - 1));
+    uint32_t p = 0, same = 0;
 #pragma unroll 2
-    for (uint32_t i = 0; i < nrows; i++) {
+    for (uint32_t i = part; i < nrows; i += 1u << log) {
         uint32_t below = 0, upto = 0;
 #pragma unroll
         for (uint32_t h = 0; h < MK_MAX_TOPK / 8; h++) {
@@ -225,13 +233,16 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
         p += i < r ? upto : below;
         same += i < r ? upto - below : 0;
     }
+    __syncwarp();
+    for (uint32_t m = 1; m >> log == 0; m <<= 1) {
+        p += __shfl_xor_sync(0xffffffffu, p, m);
+        same += __shfl_xor_sync(0xffffffffu, same, m);
+    }
+    if (part || tid >> log >= n) return;
     pairs->row[p] = (uint8_t)r;
     pairs->rank[p] = (uint8_t)k;
     pairs->expert[p] = (uint8_t)j;
-    if (!same) {
-        pairs->first[j] = (uint8_t)p;
-        out->expert[j] = (uint16_t)e;
-    }
+    if (!same) pairs->first[j] = (uint8_t)p;
     out->rank[r][j] = (uint8_t)k;
 }
 
@@ -554,11 +565,8 @@ MK_DEV void mk_route_run(const mk_dev *d)
     }
     if (nrows > 1) {
         mk_sync();
-        mk_route_union(out, nrows, t->topk);
-        mk_sync();
+        mk_route_union(out, nrows, t->topk); /* one row: mk_route_take */
     }
-    __syncwarp();
-    if (nrows > 1 && d->warp == 0 && mk_arrives(d->lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full)); /* one row: mk_route_take */
     if (d->tid == 0) d->memo->route_parity ^= 1;
     mk_logits_cleared(d, had);
     mk_sync();

@@ -46,7 +46,8 @@ typedef struct mkctl_choice {
     uint32_t value;      /* the default, then what was chosen */
 } mkctl_choice;
 
-/* --lm-head and --kv-cache as mkd takes them (host/model.h, instructions/isa.h). */
+/* --weights, --lm-head and --kv-cache as mkd takes them (host/model.h, instructions/isa.h). */
+#define MKCTL_WEIGHTS  {{[MK_WEIGHTS_AUTO] = "auto", [MK_WEIGHTS_FP8] = "fp8", [MK_WEIGHTS_BF16] = "bf16"}, MK_WEIGHTS_AUTO}
 #define MKCTL_LM_HEAD  {{[MK_LM_HEAD_AUTO] = "auto", [MK_LM_HEAD_FP8] = "fp8", [MK_LM_HEAD_BF16] = "bf16"}, MK_LM_HEAD_AUTO}
 #define MKCTL_KV_CACHE {{[MK_CACHE_ACT] = "bf16", [MK_CACHE_FP8] = "fp8"}, MK_CACHE_ACT}
 

@@ -515,13 +515,14 @@ int mkctl_diff(int argc, char **argv)
     mkctl_diff_config d = {.tolerance = 0.2, .max_new = 4};
     int strict = 0;
     const char *text = NULL, *preset = NULL;
-    mkctl_choice head = MKCTL_LM_HEAD, cache = MKCTL_KV_CACHE;
+    mkctl_choice weights = MKCTL_WEIGHTS, head = MKCTL_LM_HEAD, cache = MKCTL_KV_CACHE;
     const mkctl_flag flags[] = {
         {"--ids", MKCTL_TEXT, &text, "tokens to run, 1,2,3"},
         {"--max-new", MKCTL_U32, &d.max_new, "tokens to generate after them (GPU)"},
         {"--preset", MKCTL_TEXT, &preset, "instead of a checkpoint: a published configuration with synthetic weights"},
         {"--layers", MKCTL_U32, &c.layers, "of the preset, the first so many; 0: all"},
         {"--workers", MKCTL_U32, &c.workers, "workers; 0: the GPU's SMs, with --strict 8"},
+        {"--weights", MKCTL_CHOICE, &weights, "of a checkpoint: auto, fp8 or bf16"},
         {"--lm-head", MKCTL_CHOICE, &head, "auto, fp8 or bf16"},
         {"--kv-cache", MKCTL_CHOICE, &cache, "of latent attention: bf16 or fp8"},
         {"--tolerance", MKCTL_REAL, &d.tolerance, "of a whole step on its own intermediate values, in RMS of a vector"},
@@ -535,6 +536,8 @@ int mkctl_diff(int argc, char **argv)
     if (preset && !(c.preset = mk_preset_find(preset))) return mkctl_usage("diff: --preset %.60s: known are %s", preset, mk_preset_names());
     if (!given == !c.preset) return mkctl_usage("diff: name a checkpoint directory or a --preset, not both");
     if (c.preset && strict) return mkctl_usage("diff: --strict needs a checkpoint: synthetic weights are made on a GPU");
+    if (c.preset && weights.value != MK_WEIGHTS_AUTO) return mkctl_usage("diff: --weights: a preset has its own");
+    c.weights = (enum mk_weights_mode)weights.value;
     c.lm_head = (enum mk_lm_head_mode)head.value;
     c.kv_cache = (enum mk_cache)cache.value;
     if (!text) return mkctl_usage("diff: --ids: name the tokens to run");

@@ -82,6 +82,7 @@ static int open_pair(const mk_session_config *base, mk_session **s, record *r, m
     for (int i = 0; i < 2; i++) {
         mk_session_config c = *base;
         c.act_f32 = i == 0;
+        c.apart = 1;
         int rc = mk_session_open(&c, &s[i], err);
         if (rc) return rc;
         mk_session_stream(s[i], 0, NULL, 0);

@@ -90,8 +90,7 @@ int mkctl_plan(int argc, char **argv)
     uint32_t workers = 8, context = 2048, smem_kb = 0;
     double gb = 130;
     const char *path = NULL, *out = NULL;
-    mkctl_choice weights = {{[MK_WEIGHTS_AUTO] = "auto", [MK_WEIGHTS_FP8] = "fp8", [MK_WEIGHTS_BF16] = "bf16"}, MK_WEIGHTS_AUTO};
-    mkctl_choice head = MKCTL_LM_HEAD, cache = MKCTL_KV_CACHE;
+    mkctl_choice weights = MKCTL_WEIGHTS, head = MKCTL_LM_HEAD, cache = MKCTL_KV_CACHE;
     const mkctl_flag flags[] = {
         {"--workers", MKCTL_U32, &workers, "workers (SMs) to plan for"},
         {"--context", MKCTL_U32, &context, "tokens a stream holds, for the bytes of a token"},

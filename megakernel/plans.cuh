@@ -192,6 +192,13 @@ static int spaced(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint
         }
     return 1;
 }
+/* Whether a GEMV is one of those right before an MLA_PARTIAL that make what it waits for: q~, out of what it waits for too; or either of them, if neither is made of the other. */
+static int makes_queries(const mk_insn *in, const mk_insn *v)
+{
+    const int folded = in->mla.qk_stride == in->mla.rope;
+    if (!folded) return v->wait[0].vec == in->wait[1].vec && v->wait[0].pub == in->wait[1].pub;
+    return (v->signal_vec == in->wait[0].vec && v->signal_pub == in->wait[0].pub) || (v->signal_vec == in->wait[1].vec && v->signal_pub == in->wait[1].pub);
+}
 /* An MLA_PARTIAL, instruction k of its queue, which begins with instruction `first`: in a step of one row the queries of the worker's first item are made aside while GEMVs right before it
  * make what it waits for; they leave the queries' place alone. */
 static void queries_aside(const mk_insn *insn, mk_plan *plan, uint32_t first, uint32_t k)
@@ -202,8 +209,7 @@ static void queries_aside(const mk_insn *insn, mk_plan *plan, uint32_t first, ui
     for (; n < 2 && k - n > first; n++) {
         const mk_insn *v = in - n - 1;
         const mk_plan *p = &plan[k - n - 1];
-        if (v->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || p->x.prologue != MK_PRO_NONE || place + mk_row_stride(p->x.k) > MK_STAGING) break;
-        if (v->wait[0].vec != in->wait[1].vec || v->wait[0].pub != in->wait[1].pub) break;
+        if (v->opcode != MK_OP_GEMV || !MK_IS_ONE(p->one) || p->x.prologue == MK_PRO_HEADNORM || place + mk_row_stride(p->x.k) > MK_STAGING || !makes_queries(in, v)) break;
     }
     const uint32_t aside = n;
     for (uint32_t i = aside + 1; i <= aside + 2 && k >= first + i; i++) /* they would look for what it has staged at another place */

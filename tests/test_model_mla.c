@@ -50,6 +50,8 @@ static void deepseek_v3(void **s)
     mk_err err = {0};
     assert_int_equal(mk_model_resolve(m, NULL, MK_WEIGHTS_AUTO, &err), MK_OK);
     assert_true(a->uk.wtype == MK_W_FP8 && a->uk.scale_k == 128 && !a->uv.tensor_rows); /* 256 rows a head */
+    assert_int_equal(mk_model_resolve(m, NULL, MK_WEIGHTS_BF16, &err), MK_OK);
+    assert_int_equal(a->qt.source, MK_SRC_NONE); /* three times the bytes of the two */
     mk_model_destroy(&m);
     m = read_ok(CONFIGS "kimi-k2-instruct");
     assert_true(m->layer[1].moe.experts == 384 && m->layer[1].moe.groups == 1 && m->layer[0].mla.heads == 64 && m->n_skipped == 0);
@@ -82,8 +84,16 @@ static void glm(void **s)
     assert_true(e->experts == 64 && e->topk == 4 && e->inter == 1536 && fabsf(e->scale - 1.8f) < 1e-6f && m->layer[0].ffn == MK_FFN_DENSE);
     assert_string_equal(m->skipped[0], "model.layers.47.");
     mk_err err = {0};
+    for (int mode = MK_WEIGHTS_AUTO; mode <= MK_WEIGHTS_BF16; mode++) { /* W_UK by q_b_proj is one matrix, in whatever type the two have */
+        assert_int_equal(mk_model_resolve(m, NULL, (enum mk_weights_mode)mode, &err), MK_OK);
+        assert_true(a->qt.source == MK_SRC_FOLDED && a->qt.by == &a->uk && a->qt.n == 20 * 512 && a->qt.k == 768 && a->qt.wtype == (mode == MK_WEIGHTS_FP8 ? MK_W_FP8 : MK_W_BF16));
+        assert_true(a->q_pe.source == MK_SRC_HEAD_ROWS && a->q_pe.n == 20 * 64 && a->q_pe.head_off == 192 && a->q_pe.head_stride == 256 && a->q_pe.wtype == a->qt.wtype);
+    }
     m->fp8_source = 1;
+    assert_int_equal(mk_model_resolve(m, NULL, MK_WEIGHTS_BF16, &err), MK_OK);
+    assert_int_equal(a->qt.source, MK_SRC_FOLDED);
     assert_int_equal(mk_model_resolve(m, NULL, MK_WEIGHTS_AUTO, &err), MK_OK);
+    assert_true(a->qt.source == MK_SRC_NONE && a->q_pe.source == MK_SRC_NONE); /* quantised already */
     assert_true(a->uk.scale_k == 64 && a->uv.tensor_rows && mk_mat_scale_row(&a->uv, 256) == 448 + 192);
     mk_model_destroy(&m);
 }

@@ -129,6 +129,12 @@ static double element(const mk_checkpoint *ck, const char *name, uint64_t r, uin
 static double of_matrix(const mk_checkpoint *ck, const mk_mat *m, uint64_t i, uint64_t j)
 {
     uint64_t cols = mk_checkpoint_find(ck, m->tensor)->shape[1];
+    if (m->source == MK_SRC_FOLDED) {
+        const uint64_t latent = mk_checkpoint_find(ck, m->by->tensor)->shape[1], row = i / latent * m->head_stride + m->head_off;
+        float sum = 0;
+        for (uint64_t n = 0; n < m->head_n; n++) sum += (float)of_matrix(ck, m->by, i, n) * (float)element(ck, m->tensor, row + n, j);
+        return (double)sum;
+    }
     if (m->source == MK_SRC_HEAD_ROWS) return element(ck, m->tensor, i / m->head_n * m->head_stride + m->head_off + i % m->head_n, j);
     if (m->source == MK_SRC_HEAD_T) return element(ck, m->tensor, i / cols * m->head_stride + m->head_off + j, i % cols);
     return element(ck, m->tensor, i, j);
@@ -244,6 +250,17 @@ static mk_mat uv(const char *name, uint32_t heads, uint32_t nope, uint32_t v, ui
     return m;
 }
 
+/* q_b_proj of heads of nope + rope rows, their first `nope` by W_UK: one matrix. */
+static mk_mat folded(const char *name, uint32_t rope, uint32_t k, const mk_mat *by, uint8_t wtype)
+{
+    mk_mat m = plain(name, by->n, k, wtype);
+    m.source = MK_SRC_FOLDED;
+    m.by = by;
+    m.head_n = by->k;
+    m.head_stride = by->k + rope;
+    return m;
+}
+
 static void every_dtype(void **s)
 {
     (void)s;
@@ -256,6 +273,7 @@ static void every_dtype(void **s)
         mk_stw_raw(w, "pad", MK_ST_U8, 1, (uint64_t[]){d % 2 ? 3 : 1}, NULL); /* nothing is aligned */
         mk_stw_random(w, "w.weight", dtype, 2, (uint64_t[]){300, 200}, 0.25f, scale);
         mk_stw_random(w, "kv_b.weight", dtype, 2, (uint64_t[]){2 * 256, 256}, 0.25f, scale);
+        mk_stw_random(w, "q_b.weight", dtype, 2, (uint64_t[]){2 * 160, 48}, 0.25f, scale);
         ckpt c = open_written(w);
         for (int t = 0; t < 2; t++) {
             uint8_t wtype = t ? MK_W_FP8 : MK_W_BF16;
@@ -264,6 +282,8 @@ static void every_dtype(void **s)
             check_matrix(c.ck, &m, fp8);
             check_matrix(c.ck, &k, fp8);
             check_matrix(c.ck, &v, fp8);
+            mk_mat f = folded("q_b.weight", 32, 48, &k, wtype); /* made of FP8 it is quantised anew */
+            check_matrix(c.ck, &f, 0);
             v.head_off = 0; /* another matrix out of the same tensor: scales of its own */
             check_matrix(c.ck, &v, fp8);
             if (!t) continue;
@@ -378,7 +398,8 @@ static void not_finite(void **s)
             for (int t = 0; t < 2; t++) {
                 uint8_t wtype = t ? MK_W_FP8 : MK_W_BF16;
                 mk_mat m = plain("kv_b.weight", 512, 128, wtype), uk_ = uk("kv_b.weight", 2, 128, 128, 128, wtype),
-                       uv_ = uv("kv_b.weight", 2, 128, 128, 128, wtype);
+                       uv_ = uv("kv_b.weight", 2, 128, 128, 128, wtype), f = folded("kv_b.weight", 128, 128, &uk_, wtype);
+                expect_refusal(c.ck, &f, "tensor kv_b.weight, row 265, column 78: the weight is not finite");
                 expect_refusal(c.ck, &m, "tensor kv_b.weight, row 265, column 78: the weight is not finite");
                 expect_refusal(c.ck, &uk_, "tensor kv_b.weight, row 265, column 78: the weight is not finite");
                 expect_refusal(c.ck, &uv_, "tensor kv_b.weight, row 386, column 77: the weight is not finite");

@@ -73,21 +73,21 @@ static mk_insn *gemv(mk_program *p, uint32_t worker, uint32_t epilogue)
 static void refused(void **state)
 {
     (void)state;
-    BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.head = 5, "GQA_APPEND", "KV head 5 of 2");
-    BREAK("qwen3_next", (IN(0, GQA_APPEND, 0)->gqa.head = 1, IN(0, GQA_APPEND, 0)->wait[0] = IN(2, GQA_APPEND, 0)->wait[0]), "GQA_APPEND", "KV head 1 of 2 is another instruction's as well");
-    BREAK("qwen3_next", IN(2, GQA_APPEND, 0)->gqa.k_off = 0, "GQA_APPEND", "reads k");
-    BREAK("qwen3_next", IN(2, GQA_APPEND, 0)->gqa.v_off += 600, "GQA_APPEND", "reads v");
-    BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.kv_off = 64, "GQA_APPEND", "cache pool at 64");
-    BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.param_off = 0x7fffffff, "GQA_APPEND", "head norm and rotation");
-    BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.eps = 0, "GQA_APPEND", "eps");
-    BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.pad[0] = 1, "GQA_APPEND", "reserved");
-    BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->gqa.grain = 1, "GQA_APPEND", "reserved");
+    BREAK("qwen3_next", IN(2, GQA_APPEND, 0)->gqa.head = 5, "GQA_APPEND", "KV head 5 of 2");
+    BREAK("qwen3_next", (IN(2, GQA_APPEND, 0)->gqa.head = 1, IN(2, GQA_APPEND, 0)->wait[0] = IN(3, GQA_APPEND, 0)->wait[0]), "GQA_APPEND", "KV head 1 of 2 is another instruction's as well");
+    BREAK("qwen3_next", IN(3, GQA_APPEND, 0)->gqa.k_off = 0, "GQA_APPEND", "reads k");
+    BREAK("qwen3_next", IN(3, GQA_APPEND, 0)->gqa.v_off += 600, "GQA_APPEND", "reads v");
+    BREAK("qwen3_next", IN(2, GQA_APPEND, 0)->gqa.kv_off = 64, "GQA_APPEND", "cache pool at 64");
+    BREAK("qwen3_next", IN(2, GQA_APPEND, 0)->gqa.param_off = 0x7fffffff, "GQA_APPEND", "head norm and rotation");
+    BREAK("qwen3_next", IN(2, GQA_APPEND, 0)->gqa.eps = 0, "GQA_APPEND", "eps");
+    BREAK("qwen3_next", IN(2, GQA_APPEND, 0)->gqa.pad[0] = 1, "GQA_APPEND", "reserved");
+    BREAK("qwen3_next", IN(2, GQA_APPEND, 0)->gqa.grain = 1, "GQA_APPEND", "reserved");
     BREAK("qwen3_next", IN(1, GQA_PARTIAL, 0)->gqa.grain = 5, "GQA_PARTIAL", "splits of 1 << 5 pages");
     BREAK("qwen3_next", IN(1, GQA_PARTIAL, 0)->gqa.most = MK_MAX_SPLITS + 1, "GQA_PARTIAL", "at most 67 of them");
     BREAK("qwen3_next", IN(1, GQA_PARTIAL, 0)->gqa.most -= 1, "GQA_PARTIAL", "another cache, shape, scale or input");
     BREAK("qwen3_next", IN(1, COMBINE, 0)->mla.grain ^= 1, "COMBINE", "for another cache or shape");
     BREAK("qwen3_next", IN(1, COMBINE, 0)->mla.most -= 1, "COMBINE", "for another cache or shape");
-    BREAK("qwen3_next", IN(0, GQA_APPEND, 0)->signal_vec = MK_NONE, "GQA_APPEND", "publishes nothing");
+    BREAK("qwen3_next", IN(2, GQA_APPEND, 0)->signal_vec = MK_NONE, "GQA_APPEND", "publishes nothing");
     BREAK("qwen3_next", p->info.kv_page_bytes -= 64, "GQA", "a page of 64 tokens needs");
     BREAK("qwen3_next", IN(1, GQA_PARTIAL, 0)->gqa.heads = 3, "GQA_PARTIAL", "3 heads on 2 KV heads");
     BREAK("qwen3_next", IN(1, GQA_PARTIAL, 0)->gqa.kv_heads = 0, "GQA_PARTIAL", "on 0 KV heads");
@@ -102,7 +102,7 @@ static void refused(void **state)
     BREAK("qwen3_next", IN(1, GQA_PARTIAL, 0)->gqa.scale *= 2, "GQA_PARTIAL", "another cache, shape, scale or input");
     BREAK("qwen3_next", IN(0, GQA_PARTIAL, 0)->gqa.rope = 32, "GQA_PARTIAL", "does not append to the pool");
     BREAK("llama", IN(0, GQA_PARTIAL, 1)->wait[1].pub = 0, "GQA_PARTIAL", "does not append to the pool");
-    BREAK("llama", IN(0, GQA_APPEND, 1)->gqa.kv_off = 0, "GQA_APPEND", "cache pool");
+    BREAK("llama", IN(2, GQA_APPEND, 1)->gqa.kv_off = 0, "GQA_APPEND", "cache pool");
     BREAK("llama", IN(0, COMBINE, 1)->mla.kv_off = 0, "COMBINE", "for another cache or shape");
     BREAK("llama", IN(0, COMBINE, 0)->mla.latent = 32, "COMBINE", "latent values");
     BREAK("qwen3_next", IN(0, COMBINE, 0)->mla.gate = 2, "COMBINE", "gate is 2, expected 0 or 1");

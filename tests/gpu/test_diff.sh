@@ -1,5 +1,5 @@
 #!/bin/bash
-# `mkctl diff` on the machine with the GPU: every family's tiny checkpoint, as stored and (two of them) with head and cache in FP8, the GPU against the twin instruction by instruction and in free runs, and a negative
+# `mkctl diff` on the machine with the GPU: every family's tiny checkpoint, as stored, two of them with head and cache in FP8, and two in BF16, whose W_UK and q_b_proj are one matrix then, the GPU against the twin instruction by instruction and in free runs, and a negative
 # control: a twin that runs one GEMV 5 % too strong must be told apart, by the name of that instruction. BUILD: where mkctl is; FAMILIES, LIMIT (seconds a family).
 # $OUT/diff.json.
 BUILD=${BUILD:-build}
@@ -7,12 +7,12 @@ cd "$(dirname "$0")/../.." || exit 2
 OUT=${OUT:-$(mktemp -d)}
 IDS=1,4,7,10,13,16,19,22,25,28,31,34
 bad=0
-for f in ${FAMILIES:-kimi_linear moonlight deepseek_v3 glm4_moe_lite llama qwen3_next qwen3_5_moe qwen3_5 kimi_linear-fp8 glm4_moe_lite-fp8}; do
+for f in ${FAMILIES:-kimi_linear moonlight deepseek_v3 glm4_moe_lite llama qwen3_next qwen3_5_moe qwen3_5 kimi_linear-fp8 glm4_moe_lite-fp8 glm4_moe_lite-bf16 deepseek_v3-bf16}; do
     workers=0
     case $f in qwen3_next | qwen3_5_moe) workers=64 ;; esac # the experts of these checkpoints have 32 rows
     flags=()
-    case $f in *-fp8) flags=(--lm-head fp8 --kv-cache fp8) ;; esac
-    timeout -k 5 "${LIMIT:-60}" "$BUILD/mkctl" diff "tests/oracle/${f%-fp8}" --ids $IDS --max-new 6 --workers $workers "${flags[@]}" --json "$OUT/diff-$f.json" >"$OUT/$f.log" 2>&1
+    case $f in *-fp8) flags=(--lm-head fp8 --kv-cache fp8) ;; *-bf16) flags=(--weights bf16) ;; esac
+    timeout -k 5 "${LIMIT:-60}" "$BUILD/mkctl" diff "tests/oracle/${f%-*}" --ids $IDS --max-new 6 --workers $workers "${flags[@]}" --json "$OUT/diff-$f.json" >"$OUT/$f.log" 2>&1
     rc=$?
     echo "$rc" >"$OUT/$f.rc"
     [ $rc = 0 ] && echo "ok - mkctl diff $f: $(tail -1 "$OUT/$f.log")" || { echo "not ok - mkctl diff $f: exit code $rc"; tail -3 "$OUT/$f.log" | sed 's/^/#   /'; bad=1; }

@@ -304,7 +304,7 @@ static void self_test_of(const char *name, const char *dir, uint32_t workers, en
                 break;
             }
             for (uint32_t l = 0, latent = 0; l < m.model->layers && m.ck; l++) {
-                if (m.model->layer[l].mixer == MK_MIX_MLA) latent = 2; /* W_UK and W_UV */
+                if (m.model->layer[l].mixer == MK_MIX_MLA) latent = m.model->layer[l].mla.qt.source ? 1 : 2; /* W_UK, where it is a matrix of its own, and W_UV */
                 if (l + 1 == m.model->layers) assert_int_equal(r.absorbed, latent);
             }
             mk_absorb_destroy(&a);
