@@ -476,7 +476,7 @@ const mk_tensor *mk_checkpoint_made(const mk_checkpoint *ck, const mk_tensor *of
     mk_checkpoint *w = (mk_checkpoint *)(uintptr_t)ck;
     pthread_mutex_lock(&w->lock);
     made *m = w->made;
-    while (m && m->of != of) m = m->next;
+    while (m && (m->of != of || m->t.shape[0] != rows || m->t.shape[1] != cols)) m = m->next;
     if (!m) {
         const size_t bytes = (size_t)rows * cols * sizeof *m->values;
         if (!(m = malloc(sizeof *m + bytes))) {

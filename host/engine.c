@@ -41,7 +41,7 @@ static uint64_t program_bytes(const mk_program_info *i)
 /* Plans with a pool of one page to learn the sizes, then with the pool that the configuration asks for or memory allows. */
 static int plan_to_fit(mk_engine *e, const mk_engine_config *cfg, const mk_machine_limits *gpu, mk_err *err)
 {
-    mk_plan_config pc = {.workers = gpu ? gpu->workers : cfg->workers ? cfg->workers : 8, .act_f32 = cfg->act_f32, .apart = cfg->act_f32, .max_context = MK_PAGE,
+    mk_plan_config pc = {.workers = gpu ? gpu->workers : cfg->workers ? cfg->workers : 8, .act_f32 = cfg->act_f32, .max_context = MK_PAGE,
                          .kv_pages = 1, .state_slots = e->slots, .smem_limit = gpu ? gpu->smem : 0};
     int rc = mk_plan_make(e->model, &pc, &e->plan, err);
     if (rc) return rc;

@@ -22,6 +22,7 @@ typedef struct job {
 typedef struct worker {
     job *j;
     mk_err err;
+    uint32_t head; /* at which it failed */
     pthread_t thread;
     int started;
 } worker;
@@ -44,7 +45,7 @@ static int head(job *j, uint32_t h, float *kv, float *q, mk_err *err)
 {
     const mk_mat *m = j->f->mat, *by = m->by;
     int rc = mk_tensor_rows_f32(j->kv, j->kv_scale, (uint64_t)h * by->head_stride + by->head_off, m->head_n, kv, err);
-    if (!rc) rc = mk_tensor_rows_f32(j->f->q, j->f->q_scale, (uint64_t)h * m->head_stride + m->head_off, m->head_n, q, err);
+    if (!rc) rc = mk_tensor_rows_f32(j->f->q, j->f->q_scale, (uint64_t)h * m->head_stride, m->head_n, q, err);
     if (!rc) product(j->to + (size_t)h * j->latent * m->k, kv, q, m->head_n, j->latent, m->k);
     return rc;
 }
@@ -55,8 +56,8 @@ static void *run(void *arg)
     job *j = w->j;
     const mk_mat *m = j->f->mat;
     float *kv = malloc((size_t)m->head_n * (j->latent + m->k) * sizeof *kv);
-    int rc = kv ? MK_OK : mk_fail(&w->err, MK_E_SYSTEM, "out of memory");
-    for (uint32_t h; !rc && !atomic_load(&j->rc) && (h = atomic_fetch_add(&j->next, 1)) < j->heads;) rc = head(j, h, kv, kv + (size_t)m->head_n * j->latent, &w->err);
+    int rc = kv ? MK_OK : mk_fail(&w->err, MK_E_SYSTEM, "tensor %s: out of memory for its product", m->tensor);
+    while (!rc && !atomic_load(&j->rc) && (w->head = atomic_fetch_add(&j->next, 1)) < j->heads) rc = head(j, w->head, kv, kv + (size_t)m->head_n * j->latent, &w->err);
     if (rc) atomic_store(&j->rc, rc);
     free(kv);
     return NULL;
@@ -70,6 +71,8 @@ int mk_fold_make(const void *arg, float *to, mk_err *err)
     if (rc) return rc;
     j.latent = (uint32_t)j.kv->shape[1];
     j.heads = f->mat->n / j.latent;
+    if ((uint64_t)j.heads * f->mat->head_stride != f->q->shape[0])
+        return mk_fail(err, MK_E_MODEL, "%s: tensor %s: its shape does not fit the matrix: %s has %u heads", f->q->file, f->q->name, j.kv->name, j.heads);
     const long cpus = sysconf(_SC_NPROCESSORS_ONLN);
     uint32_t n = cpus < 1 ? 1 : cpus > MOST_THREADS ? MOST_THREADS : (uint32_t)cpus;
     worker w[MOST_THREADS];
@@ -79,10 +82,11 @@ int mk_fold_make(const void *arg, float *to, mk_err *err)
         w[i].started = i + 1 < n && !pthread_create(&w[i].thread, NULL, run, &w[i]); /* the last one, and whoever cannot be started, is this thread */
         if (!w[i].started) run(&w[i]);
     }
+    const worker *first = NULL; /* heads are taken in order: of those that fail the first is always among them */
     for (uint32_t i = 0; i < n; i++) {
         if (w[i].started) pthread_join(w[i].thread, NULL);
-        if (w[i].err.code && err && !rc) *err = w[i].err;
-        if (w[i].err.code) rc = w[i].err.code;
+        if (w[i].err.code && (!first || w[i].head < first->head)) first = &w[i];
     }
-    return rc;
+    if (first && err) *err = first->err;
+    return first ? first->err.code : MK_OK;
 }

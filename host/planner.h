@@ -12,8 +12,8 @@
 
 typedef struct mk_plan_config {
     uint32_t workers;     /* 1..1024 */
-    int act_f32;          /* vectors in f32: twin only. apart is set, too, then */
-    int apart;            /* matrices that mk_model_resolve would have as one (mk_mla_mixer.qt) stay two */
+    int act_f32;          /* vectors in f32: twin only */
+    int apart;            /* matrices that mk_model_resolve would have as one (mk_mla_mixer.qt) stay two, as they do with act_f32 */
     uint32_t max_context; /* tokens a stream may hold */
     uint32_t kv_pages;    /* pool, pages */
     uint32_t state_slots; /* pool, slots */

@@ -96,7 +96,7 @@ static void split_but_last(mk_builder *b, const mk_part *const *parts, const uin
 }
 
 /* q~ and q_pe of one input: a worker has rows of one head's q~ or of q_pe, in pairs, which is how MLA_PARTIAL's queries are known by a table (queries_table, gpu.cu); so many workers a head that
- * the busiest has least to do. The last one has none: it appends to the cache, and the partials wait for that as well. Where workers are few, evenly. cut: of both groups. */
+ * the busiest has least to do. The last one has none: it appends to the cache, and the partials wait for that as well. Where the busiest would have half as much again as the mean, evenly. cut: of both groups. */
 static void split_folded(mk_builder *b, const mk_part *qt, const mk_part *pe, uint32_t heads, uint32_t *cut)
 {
     const mk_part *g[2] = {qt, pe};
@@ -107,7 +107,7 @@ static void split_folded(mk_builder *b, const mk_part *qt, const mk_part *pe, ui
         if (rows < (pe->rows + others - 1) / others) rows = (pe->rows + others - 1) / others;
         if (rows < least) least = rows, each = n;
     }
-    if (!each || latent % 2 || pe->rows % 2) {
+    if (!each || latent % 2 || pe->rows % 2 || 2 * least * W > 3 * (qt->rows + pe->rows)) {
         mk_split(b, g, one, 2, cut);
         return;
     }
@@ -122,7 +122,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
 {
     const mk_layer *L = &b->m->layer[layer];
     const mk_mla_mixer *a = &L->mla;
-    uint32_t W = b->cfg->workers, heads = a->heads, two_step = a->q_a.source != MK_SRC_NONE, folded = a->qt.source != MK_SRC_NONE && !b->cfg->apart;
+    uint32_t W = b->cfg->workers, heads = a->heads, two_step = a->q_a.source != MK_SRC_NONE, folded = a->qt.source != MK_SRC_NONE && !b->cfg->apart && !b->cfg->act_f32;
     uint32_t cs = mk_combine_slices(heads, a->latent, W), items = heads * cs, cw = a->latent / cs;
     if (R->have_mla && !mk_same_shape(b, "MLA", layer,
                                    R->mla->heads == heads && R->mla->latent == a->latent && R->mla->rope == a->rope &&
@@ -153,7 +153,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     uint32_t n1[2] = {n_kv, 1}, one[1] = {1};
     const char *why[4] = {NULL}; /* of the splits, until their phases are there */
     /* The last worker appends to the cache. Where kv and the queries come of one exchange the partials would wait for it: so it has no rows of these, if others' share grows by less than
-     * the 3 % that a phase may be uneven, and waits for kv from the layer's beginning on. Where the queries come an exchange later it has time; or none of their rows, if there is no uk. */
+     * the 3 % that a phase may be uneven, and waits for kv from the layer's beginning on. Where the queries come an exchange later it has time; or none of their rows (split_folded). */
     if (two_step || W < 33)
         mk_split(b, g1, n1, 2, cut);
     else

@@ -363,9 +363,9 @@ static int check_source(const mk_mat *mat, const mk_tensor *t, uint32_t expert, 
     } else if (ok && mat->source == MK_SRC_HEAD_ROWS) {
         ok = t->shape[1] == mat->k && mat->head_n && mat->n % mat->head_n == 0 && mat->head_off <= mat->head_stride &&
              mat->head_n <= mat->head_stride - mat->head_off && t->shape[0] == (uint64_t)mat->n / mat->head_n * mat->head_stride;
-    } else if (ok && mat->source == MK_SRC_FOLDED) { /* the product is made of what the other two sources refuse or not */
-        ok = t->shape[1] == mat->k && mat->k % 8 == 0 && mat->by && mat->head_n <= mat->head_stride && mat->by->k == mat->head_n && mat->by->n == mat->n && t->shape[0] % mat->head_stride == 0 &&
-             mat->n % (t->shape[0] / mat->head_stride) == 0;
+    } else if (ok && mat->source == MK_SRC_FOLDED) { /* and W_UK as many heads: mk_fold_make */
+        ok = t->shape[1] == mat->k && mat->k % 8 == 0 && mat->by && mat->by->source == MK_SRC_HEAD_T && mat->by->k == mat->head_n && mat->by->n == mat->n && mat->head_n &&
+             mat->head_n <= mat->head_stride && t->shape[0] && t->shape[0] % mat->head_stride == 0;
     } else if (ok) {
         ok = mat->source == MK_SRC_HEAD_T && t->shape[1] && mat->n % t->shape[1] == 0 && mat->head_off <= mat->head_stride &&
              mat->k <= mat->head_stride - mat->head_off && t->shape[0] == mat->n / t->shape[1] * mat->head_stride;

@@ -30,7 +30,8 @@ int mk_tensor_rows_f32(const mk_tensor *t, const mk_tensor *scales, uint64_t row
  * fill it at the same time (every one of them writes the same values). NULL: out of memory. */
 _Atomic uint32_t *mk_checkpoint_scratch(const mk_checkpoint *ck, const mk_tensor *t, uint64_t key, size_t n);
 
-/* A tensor of rows x cols values in f32 that is made of tensor `of`, once, and kept until the checkpoint is closed. make: fills them; must not ask for scratch. NULL: it failed. */
+/* A tensor of rows x cols values in f32 that is made of tensor `of`, once, and kept until the checkpoint is closed. make: fills them; must not ask for scratch nor for another such tensor. NULL:
+ * it failed. */
 const mk_tensor *mk_checkpoint_made(const mk_checkpoint *ck, const mk_tensor *of, uint32_t rows, uint32_t cols, int (*make)(const void *arg, float *to, mk_err *err), const void *arg,
                                     mk_err *err);
 

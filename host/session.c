@@ -36,7 +36,7 @@ int mk_session_open(const mk_session_config *c, mk_session **out, mk_err *err)
     *out = NULL;
     if (!r) return mk_fail(err, MK_E_CAPACITY, "out of memory");
     uint32_t context = c->context ? c->context : 1024, slots = c->slots ? c->slots : 1;
-    mk_plan_config pc = {.workers = c->workers ? c->workers : 8, .act_f32 = c->act_f32, .apart = c->act_f32 || c->apart, .max_context = context,
+    mk_plan_config pc = {.workers = c->workers ? c->workers : 8, .act_f32 = c->act_f32, .apart = c->apart, .max_context = context,
                          .kv_pages = (context + MK_PAGE - 1) / MK_PAGE * slots, .state_slots = slots, .smem_limit = c->smem_limit};
     mk_twin_config tc = {.slots = slots, .context = context, .epoch0 = c->epoch0, .sweep = c->sweep};
     r->slots = slots;

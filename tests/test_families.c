@@ -332,7 +332,7 @@ static int starts_at(const uint32_t *start, uint32_t n, uint32_t value)
 static void slices_of_folded_queries(void **state)
 {
     (void)state;
-    for (uint32_t workers = 22; workers <= 132; workers += 110) {
+    for (uint32_t workers = 114; workers <= 132; workers += 18) {
         mk_model *m;
         mk_plan *plan = preset_plan("glm-4.7-flash", workers, &m);
         const mk_program *p = plan->prog;
