@@ -5,7 +5,7 @@
 
 Builds nothing: BUILD has mkctl and profiles/mkd-plain, a daemon with the kernel in nvcc's order, of which each order makes a copy. An order is worth the median step at 2,048 over that of layout.txt's
 order, the mean of that if there are several --rows (1,8); a try takes a second and a half. First the order that layout.txt has and fifteen by chance, then the best ones with a function or two
-elsewhere. At the end the best four and that of layout.txt are measured three times more. Writes $OUT/layout.txt (default: BUILD's) with the best one's line for each MODEL, and $OUT/orders-MODEL.json with all that was
+elsewhere. At the end the best four and that of layout.txt are measured three times more. Writes $OUT/layout.txt (default: BUILD's) with the best one's line for each MODEL of this call, and $OUT/orders-MODEL.json with all that was
 tried.
 
 What one GPU likes best is some 0.5 % less on the next (profiles/NOTES.md, thirty-ninth section): measure again on another before it is kept. --begin: with the best that DIR/orders-MODEL.json has
