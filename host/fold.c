@@ -4,8 +4,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
+#include "host/numa.h"
 #include "host/quant.h"
 #include "instructions/vec8.h"
 
@@ -73,9 +73,9 @@ int mk_fold_make(const void *arg, float *to, mk_err *err)
     j.heads = f->mat->n / j.latent;
     if ((uint64_t)j.heads * f->mat->head_stride != f->q->shape[0])
         return mk_fail(err, MK_E_MODEL, "%s: tensor %s: its shape does not fit the matrix: %s has %u heads", f->q->file, f->q->name, j.kv->name, j.heads);
-    const long cpus = sysconf(_SC_NPROCESSORS_ONLN);
-    uint32_t n = cpus < 1 ? 1 : cpus > MOST_THREADS ? MOST_THREADS : (uint32_t)cpus;
     worker w[MOST_THREADS];
+    uint32_t n = mk_numa_cpus();
+    if (n > MOST_THREADS) n = MOST_THREADS;
     if (n > j.heads) n = j.heads;
     for (uint32_t i = 0; i < n; i++) {
         w[i] = (worker){.j = &j};

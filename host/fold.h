@@ -10,7 +10,7 @@ typedef struct mk_fold {
     const mk_tensor *q, *q_scale; /* its tensor; q_scale: of an FP8 one, else NULL */
 } mk_fold;
 
-/* The product, to[mat->n][mat->k], by as many threads as there are processors; the bits do not depend on how many. arg: a mk_fold. Refuses values that are not finite. */
+/* The product, to[mat->n][mat->k], a thread a processor that it may run on; the bits do not depend on how many. arg: a mk_fold. Refuses values that are not finite. */
 int mk_fold_make(const void *arg, float *to, mk_err *err);
 
 #endif

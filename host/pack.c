@@ -199,11 +199,8 @@ static int tensor_units(const mk_pack_list *l, const mk_pack_matrix *m, uint32_t
         p->scale_cols = (uint32_t)s->shape[1];
         u.scale_bytes = s->bytes;
     }
-    if (mat->source == MK_SRC_STACKED) {
-        base = ((uint64_t)expert * t->shape[1] + mat->head_off) * row;
-        p->rows.source = MK_SRC_PLAIN;
-    }
-    if (mat->source == MK_SRC_FOLDED) p->rows.source = MK_SRC_PLAIN;
+    if (mat->source == MK_SRC_STACKED) base = ((uint64_t)expert * t->shape[1] + mat->head_off) * row;
+    if (mat->source == MK_SRC_STACKED || mat->source == MK_SRC_FOLDED) p->rows.source = MK_SRC_PLAIN;
     int whole = p->rows.source != MK_SRC_PLAIN;
     uint64_t step = limit / row / MK_SCALE_ROWS * MK_SCALE_ROWS;
     if (step < MK_SCALE_ROWS) step = MK_SCALE_ROWS;

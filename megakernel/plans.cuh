@@ -192,12 +192,17 @@ static int spaced(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint
         }
     return 1;
 }
+/* Whether an instruction publishes what a wait is for, or a slice of it. */
+static int publishes(const mk_insn *in, const mk_wait *w)
+{
+    return in->signal_vec == w->vec && in->signal_pub == w->pub;
+}
 /* Whether a GEMV is one of those right before an MLA_PARTIAL that make what it waits for: q~, out of what it waits for too; or either of them, if neither is made of the other. */
 static int makes_queries(const mk_insn *in, const mk_insn *v)
 {
     const int folded = in->mla.qk_stride == in->mla.rope;
     if (!folded) return v->wait[0].vec == in->wait[1].vec && v->wait[0].pub == in->wait[1].pub;
-    return (v->signal_vec == in->wait[0].vec && v->signal_pub == in->wait[0].pub) || (v->signal_vec == in->wait[1].vec && v->signal_pub == in->wait[1].pub);
+    return publishes(v, &in->wait[0]) || publishes(v, &in->wait[1]);
 }
 /* An MLA_PARTIAL, instruction k of its queue, which begins with instruction `first`: in a step of one row the queries of the worker's first item are made aside while GEMVs right before it
  * make what it waits for; they leave the queries' place alone. */
@@ -305,7 +310,7 @@ static uint32_t aside_of(const mk_insn *insn, const mk_plan *plan, uint32_t firs
     if (insn[up].opcode != MK_OP_EXPERT_UP || insn[down].opcode != MK_OP_EXPERT_DOWN || mk_row_stride(plan[up].x.k) > MK_UPPER) return 0;
     const mk_wait *base = &insn[down].wait[2];
     if (plan[down].tile.nkb == 1) return 0; /* every second stage would be a blank one, which is not paced: mk_next_skip */
-    return plan[down].dealt && pairs_bytes(&insn[down].expert) <= MK_UPPER && base->vec == in->signal_vec && base->pub == in->signal_pub ? down : 0;
+    return plan[down].dealt && pairs_bytes(&insn[down].expert) <= MK_UPPER && publishes(in, base) ? down : 0;
 }
 
 /* The shared expert's gate and up between ROUTE, which stages its input, and EXPERT_UP, which waits for it. */
