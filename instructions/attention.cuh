@@ -1,8 +1,9 @@
 /* MLA on the device: up to 16 query heads over one split of a row's cache, on tensor cores; and what GQA_PARTIAL shares with it.
  *
  * A page of 64 tokens at a time. A warp reads, once, straight from L2 into registers, two blocks of 32 channels of all its tokens, which are keys and values. All these
- * loads are under way before the queries are there. A split's other pages: in a step of one row by bulk copies into stages of the ring of weights, where the loader puts them beside everything
- * else (RING; kernel.cu, feed_cache), and out of these as soon as a register is free; in others straight from L2 again, the page after the next being prefetched into it by those together who
+ * loads are under way before the queries are there. In a step of one row whose splits have several pages these come by bulk copies into stages of the ring of weights, where the loader puts them
+ * beside everything else (RING; kernel.cu, feed_cache), and out of these as soon as a register is free (that with the newest token, if it is an item's first, comes from L2); in others straight from
+ * L2, the page after the next being prefetched into it by those together who
  * read it.
  *   scores   a warp's: of its channels alone, heads by eight (the right operand; tokens are the left one's rows), into shared memory
  *   softmax  warp w has heads w and w + 8: adds the warps' scores, p = exp(s - max) rounded to bf16, a running maximum; sum p adds the same rounded p, by lanes until the end
@@ -48,6 +49,7 @@ typedef struct mk_att_shared {
     uint32_t page[MK_ATT_PAGES];                          /* of the split; RING: the first */
     alignas(16) uint4 item[3];                            /* of mk_att: up to rest_at, base, dst */
     uint2 ask;                                            /* ask_at, ask */
+    uint32_t before;                                      /* RING: pages that are not in the ring: 1 if the first is not, else 0 */
 } mk_att_shared;
 #define MK_ATT_ROOM (MK_STAGING + MK_RED_FLOATS * 4 - (sizeof(mk_att_shared) + 15) / 16 * 16) /* before it */
 static_assert(offsetof(mk_shared, red) == offsetof(mk_shared, staging) + MK_STAGING, "one area");
@@ -459,10 +461,10 @@ MK_DEV uint32_t mk_att_stage_row(uint32_t g, uint32_t bytes)
 {
     return mk_att_row(g) * bytes + (g & 1) * MK_CACHE_SKEW;
 }
-/* Stages of page `number` of an item, which is not the first, begin with this one. */
+/* Stages of page `number` of an item, which is in the ring, begin with this one. */
 MK_DEV uint32_t mk_att_stage(const mk_shared *sh, uint32_t warp, uint32_t number)
 {
-    return sh->memo[warp].next.at + (number - 1) * MK_CACHE_STAGES;
+    return sh->memo[warp].next.at + (number - mk_att_sh((mk_shared *)sh)->before) * MK_CACHE_STAGES;
 }
 /* A slot's other stages belong to one group of warps, and these are everybody's. A phase of such a barrier that a warp has not seen might be taken for one two before: but behind a barrier of all
  * compute warps every earlier stage is known to have been full, by those whose it was, and there is one between a product and this. */
@@ -538,7 +540,8 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
             if (!RING && left > 2 * MK_PAGE && threadIdx.x == 0) mk_bulk_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]) + s->ask.x, s->ask.y);
             const uint32_t b0 = x.nv / 32 + w.rest;
             uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-            if (RING && number)
+            const bool ringed = RING && number >= s->before;
+            if (ringed)
                 mk_att_ring_rest<FP8>(rest, sh, &x, &w, number);
             else if (NH > 1)
                 mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b0, tokens); /* no room in shared memory */
@@ -576,7 +579,7 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
                     y[j] = mk_lds64(to ^ 32 * (2 * w.pair + j));
                     if (NH > 1) y8[j] = mk_lds64((to ^ 32 * (2 * w.pair + j)) + 8 * MK_PAGE * 4);
                 }
-                if (NH == 1 && !(RING && number)) {
+                if (NH == 1 && !ringed) {
                     asm volatile("cp.async.wait_all;" ::: "memory"); /* a warp without a block, too: its zeros were asked for */
                     rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
                 }
@@ -606,7 +609,7 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
         { /* softmax: a lane has rows 2 lane and 2 lane + 1, counted through the tiles: tokens t and t + 8 */
             const mk_att x = mk_att_numbers(sh);
             const mk_att_share w = mk_att_deal(0);
-            if (RING && number) mk_att_stages_leave(sh, mk_att_stage(sh, w.warp, number), w.warp, w.lane);
+            if (RING && number >= s->before) mk_att_stages_leave(sh, mk_att_stage(sh, w.warp, number), w.warp, w.lane);
             const uint32_t tokens = x.n - number * MK_PAGE, t = w.lane / 8 * 16 + w.lane % 8;
             const float *score = (const float *)(sh->staging + mk_att_query_bytes(x.nk, x.fine));
 #pragma unroll
@@ -689,7 +692,7 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
 
     const mk_att x = mk_att_numbers(sh);
     const mk_att_share w = mk_att_deal(x.nv);
-    if (RING && number) mk_stages_pass(sh, w.warp, w.lane, number * MK_CACHE_STAGES);
+    if (RING && number >= s->before) mk_stages_pass(sh, w.warp, w.lane, (number + 1 - s->before) * MK_CACHE_STAGES);
     const uint32_t group = w.lane >> 2, l = w.lane & 3, floats = x.nv + 4, c = w.block * 32 + 4 * group;
     float *dst = mk_att_dst(sh);
 #pragma unroll
@@ -754,13 +757,27 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin(const mk_dev *d, const
     mk_trace_bytes(d, x->n * x->bytes);
 }
 
-/* The same in a step of one row: the cache is not waited for (mla_partial.cuh), further pages come through the ring; loads bypass L1. id0: of the first page. */
-template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, const mk_att *x, const mk_att_share *w, uint32_t id0, mk_att_regs *m)
+/* The same in a step of one row: the cache is not waited for (mla_partial.cuh), further pages come through the ring, and the first one if it is `ringed`; loads bypass L1. id0: of the first page. */
+template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, const mk_att *x, const mk_att_share *w, uint32_t id0, bool ringed, mk_att_regs *m)
 {
-    mk_att_load<FP8>(m, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE), d->lane);
+    const uint32_t g = w->lane >> 2, l = w->lane & 3, scale = FP8 ? mk_att_scale(x, w, l) : 0, has0 = mk_att_has(x, w, 0), has1 = mk_att_has(x, w, 1);
+#pragma unroll
+    for (uint32_t j = 0; j < 8; j++) m->r[0][j] = m->r[1][j] = make_uint4(0, 0, 0, 0); /* here: registers that only one of the ways below sets are kept twice */
+    if (!ringed) {
+        const uint8_t *at = mk_att_block<FP8>(mk_att_page(d->a, x->base, id0), w, l);
+#pragma unroll
+        for (uint32_t j = 0; j < 8; j++) mk_att_tile<FP8>(m, j, at, g, min(x->n, (uint32_t)MK_PAGE), x->bytes, scale, has0, has1);
+    }
     mk_sync();
-    if (NH == 1) mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE));
-    if (d->tid == 0) mk_att_keep(d->sh, x), mk_att_sh(d->sh)->page[0] = id0;
+    if (ringed) {
+        const uint32_t stage = d->memo->next.at, own = mk_att_stage_row(g, x->bytes) + (FP8 ? 1 : 2) * (w->block * 32 + 8 * l);
+        mk_att_stages_await(d->sh, stage);
+#pragma unroll
+        for (uint32_t j = 0; j < 8; j++) mk_att_ring_tile<FP8>(m, j, mk_stage_at(d->sh, stage + j / 2) + own + j % 2 * 4 * x->bytes, scale, has0, has1);
+    } else if (NH == 1) {
+        mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE));
+    }
+    if (d->tid == 0) mk_att_keep(d->sh, x), mk_att_sh(d->sh)->page[0] = id0, mk_att_sh(d->sh)->before = !ringed;
     mk_trace_bytes(d, x->n * x->bytes);
 }
 

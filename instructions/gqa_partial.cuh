@@ -144,7 +144,7 @@ template <bool TURNED> MK_DEV void mk_gqa_add(float (*acc)[4], uint4 u, uint4 w,
     mk_mma(acc[1], u.z, u.w, w.z, w.w, pu, pw);
 }
 
-/* In a step of one row the loader streams the pages behind the first turn's (kernel.cu, feed_heads). Of two pages side by side each comes in the stages of the group of warps that has it, keys and
+/* In a step of one row the loader streams the pages (kernel.cu, feed_heads), so that none is asked for while the queries are waited for. Of two pages side by side each comes in the stages of the group of warps that has it, keys and
  * values in one or in one each. Of heads of more than 128 channels a page is four stages: of the keys each group's half, and of the values, which all warps take of, the first half and the second.
  * Behind the row's last token they hold anything. */
 /* Stages of an item of so many tokens. */
@@ -152,12 +152,12 @@ template <uint32_t NB> MK_DEV uint32_t mk_gqa_ring_stages(uint32_t tokens)
 {
     constexpr uint32_t T = MK_GQA_TURN(NB);
     const uint32_t pages = (tokens + MK_PAGE - 1) / MK_PAGE;
-    return pages > T ? (pages - 1) / T * T * MK_GQA_STAGES(NB) : 0;
+    return (pages + T - 1) / T * T * MK_GQA_STAGES(NB);
 }
 /* Of a turn from page number `page` on the warp's, of keys (which = 0) or values (1); at: the item's first, of both groups. Of more than 128 channels: the values' that its group leaves. */
 template <uint32_t NB> MK_DEV uint32_t mk_gqa_ring_stage(uint32_t at, uint32_t page, uint32_t which, uint32_t warp)
 {
-    return at + (page - MK_GQA_TURN(NB)) * MK_GQA_STAGES(NB) + (NB > 2 ? 2 * which : 0) + mk_group_first(warp, at);
+    return at + page * MK_GQA_STAGES(NB) + (NB > 2 ? 2 * which : 0) + mk_group_first(warp, at);
 }
 /* It is there; the warp's lane's bytes of token `t` of it. */
 MK_DEV uint32_t mk_gqa_ring_at(mk_shared *sh, uint32_t stage, uint32_t t, uint32_t dim, uint32_t lane)
@@ -183,13 +183,22 @@ MK_DEV void mk_gqa_take_block(mk_shared *sh, uint4 *v, const mk_gqa_split *x, ui
 {
 #pragma unroll
     for (uint32_t half = 0; half < 2; half++) {
-        const uint32_t from = mk_gqa_ring_at(sh, at + (page - 1) * MK_GQA_STAGES(8) + 2 + half, 0, x->dim, lane) + warp * 64;
+        const uint32_t from = mk_gqa_ring_at(sh, at + page * MK_GQA_STAGES(8) + 2 + half, 0, x->dim, lane) + warp * 64;
 #pragma unroll
         for (uint32_t k = 0; k < 4; k++) {
             v[4 * half + k] = make_uint4(0, 0, 0, 0);
             mk_lds128(&v[4 * half + k], from + k * 16 * x->dim, warp * 32 + lane % 4 * 8 < x->dim);
         }
     }
+}
+/* Its first pages, behind a barrier of all compute warps. */
+template <uint32_t NB> MK_DEV void mk_gqa_take_first(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split *x, uint32_t at, uint32_t warp, uint32_t lane)
+{
+    mk_gqa_take<NB>(sh, m->k, x, at, 0, 0, warp, lane);
+    if constexpr (NB == 8)
+        mk_gqa_take_block(sh, m->v[0], x, at, 0, warp, lane);
+    else
+        mk_gqa_take<NB>(sh, m->v, x, at, 0, 1, warp, lane);
 }
 /* What the warp took of a turn has come, if `last` has, of what it took last: it leaves the stages that are its group's. */
 template <uint32_t NB> MK_DEV void mk_gqa_leave_stages(mk_shared *sh, uint32_t at, uint32_t page, uint32_t warp, uint32_t lane, uint32_t last)
@@ -225,7 +234,7 @@ MK_DEV void mk_gqa_attend(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split 
         const bool more = next * MK_PAGE < x->n, any = first + mk_gqa_tile<NB>(warp, 0) < x->n; /* any: of the warp */
         if (!ONE && more && next % 32 == 0) ids = mk_gqa_ids(x, next, lane);
         if (!ONE && more) mk_gqa_prefetch<NB>(x, ids, next, warp, lane);
-        if (ONE && page) {
+        if (ONE) {
             uint32_t last = 0; /* of the last block that there is */
 #pragma unroll
             for (uint32_t b = 0; b < NB; b++) last |= m->v[T - 1][b].w;
@@ -343,11 +352,11 @@ MK_DEV void mk_gqa_attend_blocks(mk_shared *sh, mk_gqa_regs<8> *m, const mk_gqa_
             mk_gqa_load<8>(m->k, x, ids, next, 0, warp, lane);
         /* those of the page before are being read */
         float *score = mk_gqa_scratch(sh, x->dim, ONE ? 1 : MK_GQA_EIGHTS) + ((page + e->turn & 1) * MK_GQA_HEADS + g) * MK_GQA_SCORE_ROW + 2 * l;
-        if (ONE && page) score += m->v[0][7].w & sh->lap.none; /* behind the barrier all warps have this page's values (mk_stage_leave) */
+        if (ONE) score += m->v[0][7].w & sh->lap.none; /* behind the barrier all warps have this page's values (mk_stage_leave) */
         const uint32_t t = first + warp * 8 + 2 * l;
         *(float2 *)(score + warp * 8) = make_float2(t < end ? __fmul_rn(__fadd_rn(c[0], c[2]), e->scale) : -INFINITY, t + 1 < end ? __fmul_rn(__fadd_rn(c[1], c[3]), e->scale) : -INFINITY);
         mk_sync();
-        if (ONE && page) mk_gqa_leave_stages<8>(sh, e->ring, page, warp, lane, 0);
+        if (ONE) mk_gqa_leave_stages<8>(sh, e->ring, page, warp, lane, 0);
         float2 y[8];
         const float before = top;
 #pragma unroll
@@ -609,16 +618,12 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
             const uint32_t all = heads + (last && (halves || !h0) ? 2 : 0); /* the newest key and value follow the queries */
             mk_gqa_regs<NB> regs;
             float acc[NB == 8 ? 1 : NB][2][4];
-            uint32_t ids, h = d->warp;
+            uint32_t h = d->warp;
             uint32_t from = h < heads ? g->q_off + (head0 + h) * g->q_stride : (h == heads ? newest->k_off : newest->v_off) + kv * dim;
             mk_asked look;
             mk_asked_for(&look, d, wait, packets, epoch, from, h < all ? dim : 0);
-            if (!begun)
-                ids = f->place.page[d->lane % MK_AHEAD_PAGES];
-            else
-                ids = mk_gqa_ids(&x, 0, d->lane);
-            mk_gqa_load_first<NB>(&regs, &x, ids, d->warp, d->lane);
             if (begun) mk_sync(); /* the heads before are through with shared memory */
+            mk_gqa_take_first<NB>(d->sh, &regs, &x, d->memo->next.at, d->warp, d->lane);
 #pragma unroll 1
             for (; h < all; h += MK_WARPS) {
                 const bool query = h < heads;
@@ -652,10 +657,10 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
             const mk_gqa_eight e = {0, heads, last ? x.n - 1 : 0xffffffffu, d->memo->next.at, 0, 0, false, g->scale};
             float most, sum;
             if constexpr (NB == 8)
-                mk_gqa_attend_blocks<true>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc[0], &most, &sum);
+                mk_gqa_attend_blocks<true>(d->sh, &regs, &x, 0, &e, d->warp, d->lane, acc[0], &most, &sum);
             else
-                mk_gqa_attend<NB, true>(d->sh, &regs, &x, ids, &e, d->warp, d->lane, acc);
-            if (const uint32_t n = mk_gqa_ring_stages<NB>(x.n)) mk_stages_pass(d->sh, d->warp, d->lane, n);
+                mk_gqa_attend<NB, true>(d->sh, &regs, &x, 0, &e, d->warp, d->lane, acc);
+            mk_stages_pass(d->sh, d->warp, d->lane, mk_gqa_ring_stages<NB>(x.n));
             float *out = f->place.ahead & MK_AHEAD_WHOLE ? mk_gqa_scratch(d->sh, dim, 1) + (NB == 8 ? 2 * MK_GQA_SCORE_ROW : MK_WARPS * dim) * MK_GQA_HEADS : (float *)0;
             mk_gqa_out o = {0, 0, 0, 0, 0};
             if (out) {

@@ -368,6 +368,12 @@ MK_DEV mk_mla_share mk_mla_share_of(const mk_mla *m, uint32_t pos, uint32_t item
     return s;
 }
 
+/* Whether an item's first page comes through the ring: not if it has the newest token. */
+MK_DEV bool mk_mla_ringed(uint32_t split, uint32_t per, uint32_t pos)
+{
+    return split * per < pos / MK_PAGE;
+}
+
 /* Packets `every` apart, of which those that nobody wants have the epoch in q already and the others another. By all lanes of a warp, as mk_packets_wait<N, true>. */
 template <uint32_t N> MK_DEV void mk_aside_wait(const uint4 *base, uint32_t every, uint32_t epoch, uint32_t k, uint32_t first, uint4 (&q)[N])
 {
@@ -436,7 +442,7 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
     }
 }
 
-/* A step of one row: only who has the item that ends with it waits for the cache; what is in it of earlier steps was written before the signal of the partials of its own
+/* A step of one row: only who has the item that ends with it waits for the cache, be it the loader, if the item has pages before; what is in it of earlier steps was written before the signal of the partials of its own
  * step, which this step's descriptor is a consequence of. Bits as above. Returns the vector to be signalled: the caller has no register to keep it in. */
 template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
 {
@@ -455,9 +461,10 @@ template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
         mk_asked asked = {};
         if (!aside)
             mk_asked_for(&asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (item.h0 + d->warp) * m->qk_stride, d->warp < item.heads ? m->rope : 0);
-        if (x.first + x.n == pos + 1) mk_counter_wait(d, 2);
+        const bool ringed = mk_mla_ringed(item.split, per, pos);
+        if (item.split * per == pos / MK_PAGE) mk_counter_wait(d, 2);
         const mk_att_share w = mk_att_deal(m->latent);
-        mk_att_begin_one<NH, FP8>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages), &regs);
+        mk_att_begin_one<NH, FP8>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages), ringed, &regs);
         if (aside)
             mk_aside_await(d->sh, f);
         else

@@ -257,7 +257,7 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
 #define MK_LAP         0x400u /* and its parity */
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2, /* GQA: the newest key turns as the queries do */
        MK_AHEAD_HALVES = 4 /* GQA: the last split's items have half of their heads each, and behind all others come those of the other halves */ };
-#define MK_AHEAD_PAGES 2u /* of a worker's first item of attention, looked up and asked for by the controller */
+#define MK_AHEAD_PAGES 2u /* of a worker's first items of MLA_PARTIAL, looked up by the controller */
 #define MK_NO_NORM 15u
 
 /* What follows from an instruction and a step, by the controller: row 0 of waits 0-2 and of the signal (PACKET vectors), and their epochs. */
@@ -268,7 +268,7 @@ typedef struct mk_places {
     uint32_t run; /* what the compute warps are to run: opcode, MK_ONE, MK_ONE_*; with MK_TRACED where the step is */
     uint32_t per, items, ahead; /* MK_ONE_GQA, MK_ONE_MLA: pages of a split, items of the row; MK_AHEAD_* */
     union {
-        uint32_t page[MK_AHEAD_PAGES]; /* GQA: of the worker's first item, what the registers take first; MLA: the first ones of its first two */
+        uint32_t page[MK_AHEAD_PAGES]; /* MLA: the first ones of the worker's first two items */
         uint32_t after;                /* of what is done aside: hand_over */
     };
 } mk_places;

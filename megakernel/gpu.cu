@@ -394,17 +394,9 @@ static mk_seg cache_seg(const mk_insn *in, uint32_t k)
     return s;
 }
 
-/* MLA_PARTIAL, GQA_PARTIAL: whether a split may have more pages than compute warps read themselves; whether steps of one row can take them through the ring. Else they go the way of steps of
- * several rows. */
-static int several_pages(const mk_gpu *g, const mk_insn *in)
-{
-    const mk_seg s = cache_seg(in, 0);
-    const uint32_t own = in->opcode == MK_OP_MLA_PARTIAL ? 1 : MK_GQA_TURN(mk_gqa_blocks(in->gqa.dim));
-    return 1u << s.per_most > own || mk_split_pages(g->prog->info.max_context - 1, s.per_most, s.per_less) > own;
-}
+/* MLA_PARTIAL, GQA_PARTIAL: whether the ring can take pages in a step of one row. Else such steps go the way of several rows. */
 static int ring_takes(const mk_gpu *g, const mk_insn *in)
 {
-    if (!several_pages(g, in)) return in->opcode != MK_OP_MLA_PARTIAL || in->mla.rope <= MK_ATT_RING_ROPE;
     if (in->opcode == MK_OP_GQA_PARTIAL) return mk_gqa_stage_bytes(in->gqa.dim) <= g->args.ring.stride;
     const uint32_t stage = mk_latent_row_bytes(in->mla.latent, in->mla.rope, in->mla.cache, 2) * (MK_PAGE / MK_CACHE_STAGES) + MK_CACHE_SKEW;
     return in->mla.rope <= MK_ATT_RING_ROPE && stage <= g->args.ring.stride;
@@ -635,7 +627,7 @@ static int upload_queues(mk_gpu *g, const mk_insn *insn, const uint32_t *queue, 
                 break;
             case MK_OP_MLA_PARTIAL:
             case MK_OP_GQA_PARTIAL:
-                if (several_pages(g, in)) seg[n_seg++] = cache_seg(in, k);
+                seg[n_seg++] = cache_seg(in, k);
                 break;
             default: break;
             }

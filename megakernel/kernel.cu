@@ -336,8 +336,8 @@ MK_CALL uint32_t angles_ahead(uint32_t slot, uint32_t lane)
     return __all_sync(0xffffffffu, alike) ? MK_AHEAD_ALIKE : 0;
 }
 
-/* Attention in a step of one row: its items and where the worker's first pages are, which are on their way to L2 before the queries are made. False: it has no item. All
- * lanes. */
+/* Attention in a step of one row: its items; of MLA_PARTIAL where the worker's first pages are, which, if they do not come through the ring, are on their way to L2 before the queries are made.
+ * False: it has no item. All lanes. */
 MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, uint32_t lane)
 {
     mk_fed *f = &sh->fed[slot];
@@ -350,8 +350,8 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, 
     const uint32_t last = row->pos / MK_PAGE, splits = mk_page_quot(last, per) + 1, part = mla ? m->part : g->part, i = part + (mla ? (lane & 1) * m->parts : 0);
     const bool halves = !mla && mk_gqa_halves(g, splits);
     const uint32_t items = (splits + halves) * n, nth = mk_page_quot(i, n), rest = i - nth * n, split = min(nth, splits - 1); /* rest: which heads */
-    const uint32_t page = split * per + (mla ? 0 : lane & 1), ahead = mla ? 2 : min(per, MK_GQA_TURN(mk_gqa_blocks(g->dim)));
-    const bool has = i < items && page <= last && lane < ahead;
+    const uint32_t page = split * per;
+    const bool has = mla && i < items && lane < MK_AHEAD_PAGES;
     const uint32_t id = has ? __ldcg(a->page + (row->slot * a->max_pages + page)) : 0;
     if (part >= items) return false;
     const uint32_t alike = angles_ahead(slot, lane);
@@ -366,15 +366,13 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, 
         }
     }
     if (lane < MK_AHEAD_PAGES) f->place.page[lane] = id;
-    const uint32_t pages = __ballot_sync(0xffffffffu, has);
-    const uint32_t bytes = mla ? mk_latent_row_bytes(m->latent, m->rope, m->cache, 2) * MK_PAGE : 4u * MK_PAGE * g->dim, of = mla ? n : 1; /* groups of heads share a page: each asks for a part of it */
-    const uint8_t *const all = a->kv + (mla ? m->kv_off : g->kv_off);
+    const uint32_t pages = __ballot_sync(0xffffffffu, has && page == last), bytes = mk_latent_row_bytes(m->latent, m->rope, m->cache, 2) * MK_PAGE;
 #pragma unroll 1
-    for (uint32_t k = 0; pages >> k & 1; k++) {
+    for (uint32_t k = 0; pages >> k & 1; k++) { /* groups of heads share a page: each asks for a part of it */
         const uint32_t heads = __shfl_sync(0xffffffffu, rest, k);
-        const uint8_t *page = all + __shfl_sync(0xffffffffu, id, k) * a->kv_page_bytes + (mla ? 0 : heads * bytes); /* mk_gqa_at */
+        const uint8_t *page = a->kv + m->kv_off + __shfl_sync(0xffffffffu, id, k) * a->kv_page_bytes;
 #pragma unroll 1
-        for (uint32_t b = (lane * of + (mla ? heads : 0)) * 128; b < bytes; b += 32 * of * 128) mk_prefetch(page + b);
+        for (uint32_t b = (lane * n + heads) * 128; b < bytes; b += 32 * n * 128) mk_prefetch(page + b);
     }
     return true;
 }
@@ -619,13 +617,12 @@ MK_DEV bool feed_blank(mk_feed *f)
     return true;
 }
 
-/* Keys and values of this worker's items of a GQA_PARTIAL, but for the first turn's, which compute warps read themselves: in the stages that gqa_partial.cuh says. The newest token's are not waited for,
+/* Keys and values of this worker's items of a GQA_PARTIAL, in the stages that gqa_partial.cuh says. The newest token's are not waited for,
  * for nobody looks at them there. False: leave. */
 MK_DEV bool feed_heads(mk_feed *f, const mk_gpu_args *a, const mk_gqa *g, uint32_t pos, uint32_t slot, uint32_t per)
 {
     const uint32_t last = pos / MK_PAGE, dim = g->dim, blocks = mk_gqa_blocks(dim), turn = MK_GQA_TURN(blocks), stages = MK_GQA_STAGES(blocks), bytes = mk_gqa_stage_bytes(dim);
     const uint32_t kv_heads = g->kv_heads, group = mk_page_quot(g->heads, kv_heads), splits = mk_page_quot(last, per) + 1;
-    if (per <= turn) return true;
     const bool halves = mk_gqa_halves(g, splits);
     const uint32_t items = (splits + halves) * kv_heads, times = halves ? 1 : (group + MK_GQA_HEADS - 1) / MK_GQA_HEADS; /* that an item's heads read them */
 #pragma unroll 1
@@ -635,9 +632,9 @@ MK_DEV bool feed_heads(mk_feed *f, const mk_gpu_args *a, const mk_gqa *g, uint32
         const uint8_t *const base = a->kv + g->kv_off + 2 * mk_gqa_at(dim, i - nth * kv_heads, 0, 0);
 #pragma unroll 1
         for (uint32_t t = 0; t < times; t++) {
-            uint32_t id = __ldcg(page + min(turn, n - 1)), second = __ldcg(page + min(turn + 1, n - 1));
+            uint32_t id = __ldcg(page), second = __ldcg(page + min(1u, n - 1));
 #pragma unroll 1
-            for (uint32_t k = turn; k < n; k += turn) {
+            for (uint32_t k = 0; k < n; k += turn) {
                 const uint8_t *const at = base + (uint64_t)id * a->kv_page_bytes, *const beside = base + (uint64_t)second * a->kv_page_bytes;
                 id = __ldcg(page + min(k + turn, n - 1)), second = __ldcg(page + min(k + turn + 1, n - 1));
 #pragma unroll 1
@@ -658,14 +655,15 @@ MK_DEV bool feed_heads(mk_feed *f, const mk_gpu_args *a, const mk_gqa *g, uint32
     return true;
 }
 
-/* Pages of the cache of this worker's items of a partial, in a step of one row; of an MLA_PARTIAL but for the first of each, which compute warps read themselves (attention.cuh).
+/* Pages of the cache of this worker's items of a partial, in a step of one row. Of an MLA_PARTIAL where splits have several, but for the newest if it is an item's only one: those compute warps read
+ * themselves (attention.cuh).
  * Behind the row's last token stand tokens of the page before, for their values are multiplied with zeros. seq: steps since the launch. False: leave. */
 MK_DEV bool feed_cache(mk_feed *f, const mk_gpu_args *a, const mk_shared *sh, const mk_seg *s, uint32_t seq)
 {
     const uint32_t pos = MK_ONE_STEP ? sh->step.nrows == 1 ? sh->step.row[0].pos : MK_NO_CACHE : mk_flag_get(&sh->cached[seq & 3][0]);
     const uint32_t slot = MK_ONE_STEP ? sh->step.row[0].slot : mk_flag_get(&sh->cached[seq & 3][1]), step = MK_ONE_STEP ? sh->step.seq : mk_flag_get(&sh->cached[seq & 3][2]);
     const uint32_t last = pos / MK_PAGE, per = mk_split_pages(pos, s->per_most, s->per_less);
-    if (pos == MK_NO_CACHE || per == 1) return true;
+    if (pos == MK_NO_CACHE) return true;
     if (MK_ONE_STEP) mk_phase_wait();
     asm volatile("fence.proxy.async.global;" ::: "memory"); /* others wrote it, with stores */
     const mk_insn *in = a->insn + s->base;
@@ -678,10 +676,10 @@ MK_DEV bool feed_cache(mk_feed *f, const mk_gpu_args *a, const mk_shared *sh, co
     for (uint32_t i = m->part; i < items; i += parts) {
         const uint32_t first = mk_page_quot(i, groups) * per, n = min(per, last + 1 - first);
         const uint32_t *page = a->page + ((size_t)slot * a->max_pages + first);
-        const uint8_t *before = base + (uint64_t)__ldcg(page) * a->kv_page_bytes;
-        uint32_t id = n > 1 ? __ldcg(page + 1) : 0;
+        const uint8_t *before = base;
+        uint32_t id = __ldcg(page);
 #pragma unroll 1
-        for (uint32_t k = 1; k < n; k++) {
+        for (uint32_t k = first == last; k < n; k++) {
             const uint8_t *at = base + (uint64_t)id * a->kv_page_bytes, *from = at;
             uint32_t here = MK_PAGE;
             if (k + 1 < n) id = __ldcg(page + k + 1);
