@@ -1,10 +1,9 @@
 /* MLA on the device: up to 16 query heads over one split of a row's cache, on tensor cores; and what GQA_PARTIAL shares with it.
  *
  * A page of 64 tokens at a time. A warp reads, once, straight from L2 into registers, two blocks of 32 channels of all its tokens, which are keys and values. All these
- * loads are under way before the queries are there. In a step of one row whose splits have several pages these come by bulk copies into stages of the ring of weights, where the loader puts them
- * beside everything else (RING; kernel.cu, feed_cache), and out of these as soon as a register is free (that with the newest token, if it is an item's first, comes from L2); in others straight from
- * L2, the page after the next being prefetched into it by those together who
- * read it.
+ * loads are under way before the queries are there. In a step of one row pages come by bulk copies into stages of the ring of weights, where the loader puts them beside everything else (RING;
+ * kernel.cu, feed_cache), and out of these as soon as a register is free: loads that are asked for when the queries are waited for would stand in front of them. Only the page with the newest token,
+ * which is written in this step, comes straight from L2 if it is an item's first. In other steps all do, the page after the next being prefetched into it by those together who read it.
  *   scores   a warp's: of its channels alone, heads by eight (the right operand; tokens are the left one's rows), into shared memory
  *   softmax  warp w has heads w and w + 8: adds the warps' scores, p = exp(s - max) rounded to bf16, a running maximum; sum p adds the same rounded p, by lanes until the end
  *   sums     the registers, transposed, times p: a warp has its own channels
@@ -757,7 +756,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin(const mk_dev *d, const
     mk_trace_bytes(d, x->n * x->bytes);
 }
 
-/* The same in a step of one row: the cache is not waited for (mla_partial.cuh), further pages come through the ring, and the first one if it is `ringed`; loads bypass L1. id0: of the first page. */
+/* The same in a step of one row: the cache is not waited for (mla_partial.cuh); loads bypass L1. ringed: the first page comes through the ring, as all others do; else its id is id0. */
 template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, const mk_att *x, const mk_att_share *w, uint32_t id0, bool ringed, mk_att_regs *m)
 {
     const uint32_t g = w->lane >> 2, l = w->lane & 3, scale = FP8 ? mk_att_scale(x, w, l) : 0, has0 = mk_att_has(x, w, 0), has1 = mk_att_has(x, w, 1);

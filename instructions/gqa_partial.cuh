@@ -144,7 +144,7 @@ template <bool TURNED> MK_DEV void mk_gqa_add(float (*acc)[4], uint4 u, uint4 w,
     mk_mma(acc[1], u.z, u.w, w.z, w.w, pu, pw);
 }
 
-/* In a step of one row the loader streams the pages (kernel.cu, feed_heads), so that none is asked for while the queries are waited for. Of two pages side by side each comes in the stages of the group of warps that has it, keys and
+/* In a step of one row the loader streams all pages (kernel.cu, feed_heads). Of two pages side by side each comes in the stages of the group of warps that has it, keys and
  * values in one or in one each. Of heads of more than 128 channels a page is four stages: of the keys each group's half, and of the values, which all warps take of, the first half and the second.
  * Behind the row's last token they hold anything. */
 /* Stages of an item of so many tokens. */

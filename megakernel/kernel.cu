@@ -336,7 +336,7 @@ MK_CALL uint32_t angles_ahead(uint32_t slot, uint32_t lane)
     return __all_sync(0xffffffffu, alike) ? MK_AHEAD_ALIKE : 0;
 }
 
-/* Attention in a step of one row: its items; of MLA_PARTIAL where the worker's first pages are, which, if they do not come through the ring, are on their way to L2 before the queries are made.
+/* Attention in a step of one row: its items; of MLA_PARTIAL the first pages of the worker's first two, of which one that does not come through the ring is on its way to L2 before the queries are made.
  * False: it has no item. All lanes. */
 MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, uint32_t lane)
 {
@@ -655,8 +655,7 @@ MK_DEV bool feed_heads(mk_feed *f, const mk_gpu_args *a, const mk_gqa *g, uint32
     return true;
 }
 
-/* Pages of the cache of this worker's items of a partial, in a step of one row. Of an MLA_PARTIAL where splits have several, but for the newest if it is an item's only one: those compute warps read
- * themselves (attention.cuh).
+/* Pages of the cache of this worker's items of a partial, in a step of one row; of an MLA_PARTIAL but for the newest if it is an item's first, which compute warps read themselves (attention.cuh).
  * Behind the row's last token stand tokens of the page before, for their values are multiplied with zeros. seq: steps since the launch. False: leave. */
 MK_DEV bool feed_cache(mk_feed *f, const mk_gpu_args *a, const mk_shared *sh, const mk_seg *s, uint32_t seq)
 {
