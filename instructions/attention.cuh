@@ -45,7 +45,7 @@ typedef struct mk_att {
 typedef struct mk_att_shared {
     alignas(16) uint32_t p[MK_ATT_HEADS][MK_ATT_P_WORDS]; /* bf16, two tokens a word */
     float shrink[MK_ATT_HEADS];                           /* what earlier pages' sums are multiplied with */
-    uint32_t page[MK_ATT_PAGES];                          /* of the split; RING: the first */
+    uint32_t page[MK_ATT_PAGES];                          /* of the split; RING: the first, if it does not come that way */
     alignas(16) uint4 item[3];                            /* of mk_att: up to rest_at, base, dst */
     uint2 ask;                                            /* ask_at, ask */
     uint32_t before;                                      /* RING: pages that are not in the ring: 1 if the first is not, else 0 */

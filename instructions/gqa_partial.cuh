@@ -1,8 +1,8 @@
 /* GQA_PARTIAL on the device: an item is a KV head over one split, of the last one perhaps half of its heads (mk_gqa_halves). Semantics: gqa_partial.c.
  *
  * Two pages at a time, a warp having 16 tokens of one of them, so that it has keys, scores, probabilities and values of its tokens to itself: p = exp(s - max) rounded to bf16 with the warp's own running maximum,
- * and no barrier but one before the warps' sums are added, ascending. The first pages are asked for before the queries are there; the others come in a step of one row through the ring of weights,
- * where the loader puts them beside everything else, and in others as soon as registers are free. Queries lie in the staging area in bf16, up to
+ * and no barrier but one before the warps' sums are added, ascending. In a step of one row pages come through the ring of weights, where the loader puts them beside everything else; in others the first
+ * ones are asked for behind the queries, the next as soon as registers are free. Queries lie in the staging area in bf16, up to
  * eight at a time, with a second plane, x - bf16(x), in the rows of the operand that they leave free.
  *
  * Heads of more than 128 channels are dealt otherwise, for eight warps' sums of eight such heads would be 64 KB to add: a page at a time, a warp has the scores of its eight tokens, and 32 channels
@@ -191,7 +191,8 @@ MK_DEV void mk_gqa_take_block(mk_shared *sh, uint4 *v, const mk_gqa_split *x, ui
         }
     }
 }
-/* Its first pages, behind a barrier of all compute warps. */
+/* Its first pages. Of more than 128 channels a warp looks at the other group's stages, behind a barrier of all compute warps: every product but ROUTER's has one behind its last stage, and behind ROUTER
+ * stands ROUTE. */
 template <uint32_t NB> MK_DEV void mk_gqa_take_first(mk_shared *sh, mk_gqa_regs<NB> *m, const mk_gqa_split *x, uint32_t at, uint32_t warp, uint32_t lane)
 {
     mk_gqa_take<NB>(sh, m->k, x, at, 0, 0, warp, lane);

@@ -395,19 +395,20 @@ template <uint32_t N> MK_DEV void mk_aside_wait(const uint4 *base, uint32_t ever
     mk_waited(looks);
 }
 
-/* The queries of the worker's first item by the warps aside (aside.cuh), while compute warps make others' q~ and then ask for keys: what comes before the packets, which are then
+/* The queries of the worker's first item by the warps aside (aside.cuh), while compute warps make others' q~ and then take keys: what comes before the packets, which are then
  * in the host's table (mk_queries_places), would else be on the way of the token. Bits as above. */
 MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t lane)
 {
     constexpr uint32_t NP = 6, EVERY = MK_ASIDES * 32; /* packets in flight of a thread: eight heads of 512 are some 700 */
+    static_assert(MK_ATT_HEADS * MK_TURN_SLOTS == 2 * EVERY, "a thread has two packets of q_pe at most");
     const mk_mla *m = &f->in.mla;
     const mk_mla_share item = mk_mla_share_of(m, sh->step.row[0].pos, m->part);
     const uint32_t two = mk_mla_eights(m, &sh->step.row[0]) > 1; /* of the row: its last item may have fewer heads, and is dealt with alike */
     const uint32_t tid = warp * 32 + lane, table = f->plan.queries, keep = mk_mla_keep(two);
     const uint32_t *const map = sh->args.map, end = __ldg(map + (table + item.h0 + item.heads));
-    uint32_t i = __ldg(map + (table + item.h0)) + tid, h = tid / MK_TURN_SLOTS;
-    const uint32_t *turns = map + (table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + tid);
-    uint32_t turn = m->rope && h < item.heads ? __ldg(turns) : 0;
+    uint32_t i = __ldg(map + (table + item.h0)) + tid;
+    const uint32_t h = tid / MK_TURN_SLOTS, further = EVERY / MK_TURN_SLOTS, *const turns = map + (table + m->heads + 1 + item.h0 * MK_TURN_SLOTS + tid);
+    const uint32_t turn[2] = {m->rope && h < item.heads ? __ldg(turns) : 0, m->rope && h + further < item.heads ? __ldg(turns + EVERY) : 0};
     const uint2 *const places = (const uint2 *)(map + (table + mk_queries_places(m->heads)));
     uint2 to[NP]; /* of the next packets of q~ */
     const auto ask = [&] {
@@ -418,14 +419,13 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
     ask();
     mk_aside_after(sh, f->place.after);
     const mk_att_queries of = {(uint32_t)m->latent + m->rope, m->latent / 32u, two};
+    { /* q_pe, and only then q~, which comes with it or later: what is looked at is in the way of what is waited for */
+        const uint32_t packet = MK_TURN_PACKET(turn[0]), epoch = f->place.epoch[1];
+        uint4 x[2] = {{0, 0, 0, turn[0] ? ~epoch : epoch}, {0, 0, 0, turn[1] ? ~epoch : epoch}};
+        mk_aside_wait<2>(f->place.in[1] + packet, turn[1] ? MK_TURN_PACKET(turn[1]) - packet : 0, epoch, 1, packet, x);
 #pragma unroll 1
-    for (bool more = m->rope; more; more = __any_sync(0xffffffffu, h < item.heads)) { /* q_pe */
-        const uint32_t packet = MK_TURN_PACKET(turn), epoch = f->place.epoch[1];
-        uint4 x[1] = {{0, 0, 0, turn ? ~epoch : epoch}};
-        mk_aside_wait<1>(f->place.in[1] + packet, 0, epoch, 1, packet, x);
-        mk_mla_put_turned(sh, m, &of, h, turn, x[0], [&](uint32_t p) { return sh->angle[p]; });
-        h += EVERY / MK_TURN_SLOTS, turns += EVERY;
-        turn = h < item.heads ? __ldg(turns) : 0;
+        for (uint32_t k = 0; k < 2; k++)
+            if (__any_sync(0xffffffffu, k ? turn[1] : turn[0])) mk_mla_put_turned(sh, m, &of, h + k * further, k ? turn[1] : turn[0], k ? x[1] : x[0], [&](uint32_t p) { return sh->angle[p]; });
     }
 
     const uint32_t q = mk_smem(sh->staging), epoch = f->place.epoch[0];
@@ -438,7 +438,7 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
 #pragma unroll
         for (uint32_t k = 0; k < NP; k++) mk_mla_put_placed(q, to[k], keep, x[k]);
         i += NP * EVERY;
-        ask();
+        if (__any_sync(0xffffffffu, i < end)) ask();
     }
 }
 

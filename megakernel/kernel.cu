@@ -368,7 +368,8 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, 
     if (lane < MK_AHEAD_PAGES) f->place.page[lane] = id;
     const uint32_t pages = __ballot_sync(0xffffffffu, has && page == last), bytes = mk_latent_row_bytes(m->latent, m->rope, m->cache, 2) * MK_PAGE;
 #pragma unroll 1
-    for (uint32_t k = 0; pages >> k & 1; k++) { /* groups of heads share a page: each asks for a part of it */
+    for (uint32_t k = 0; pages >> k; k++) { /* groups of heads share a page: each asks for a part of it */
+        if (!(pages >> k & 1)) continue;
         const uint32_t heads = __shfl_sync(0xffffffffu, rest, k);
         const uint8_t *page = a->kv + m->kv_off + __shfl_sync(0xffffffffu, id, k) * a->kv_page_bytes;
 #pragma unroll 1
