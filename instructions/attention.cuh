@@ -460,6 +460,11 @@ MK_DEV uint32_t mk_att_stage_row(uint32_t g, uint32_t bytes)
 {
     return mk_att_row(g) * bytes + (g & 1) * MK_CACHE_SKEW;
 }
+/* And the lane's bytes there, of the warp's first block. */
+template <bool FP8> MK_DEV uint32_t mk_att_stage_own(const mk_att *x, const mk_att_share *w)
+{
+    return mk_att_stage_row(w->lane >> 2, x->bytes) + (FP8 ? 1 : 2) * (w->block * 32 + 8 * (w->lane & 3));
+}
 /* Stages of page `number` of an item, which is in the ring, begin with this one. */
 MK_DEV uint32_t mk_att_stage(const mk_shared *sh, uint32_t warp, uint32_t number)
 {
@@ -644,7 +649,7 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
             uint32_t stage = 0, own = 0; /* RING: the page's first; the lane's bytes of it */
             if (RING && next_tokens) {
                 stage = mk_att_stage(sh, w.warp, number + 1);
-                own = mk_att_stage_row(g, x.bytes) + (FP8 ? 1 : 2) * (w.block * 32 + 8 * l);
+                own = mk_att_stage_own<FP8>(&x, &w);
                 mk_att_stages_await(sh, stage);
             } else if (next_tokens) {
                 next = mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 1]);
@@ -769,7 +774,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, c
     }
     mk_sync();
     if (ringed) {
-        const uint32_t stage = d->memo->next.at, own = mk_att_stage_row(g, x->bytes) + (FP8 ? 1 : 2) * (w->block * 32 + 8 * l);
+        const uint32_t stage = d->memo->next.at, own = mk_att_stage_own<FP8>(x, w);
         mk_att_stages_await(d->sh, stage);
 #pragma unroll
         for (uint32_t j = 0; j < 8; j++) mk_att_ring_tile<FP8>(m, j, mk_stage_at(d->sh, stage + j / 2) + own + j % 2 * 4 * x->bytes, scale, has0, has1);

@@ -442,8 +442,8 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
     }
 }
 
-/* A step of one row: only who has the item that ends with it waits for the cache, be it the loader, if the item has pages before; what is in it of earlier steps was written before the signal of the partials of its own
- * step, which this step's descriptor is a consequence of. Bits as above. Returns the vector to be signalled: the caller has no register to keep it in. */
+/* A step of one row: only who has the item that ends with it waits for the cache, be it the loader, if the item has pages before; what is in it of earlier steps was written before the signal of the
+ * partials of its own step, which this step's descriptor is a consequence of. Bits as above. Returns the vector to be signalled: the caller has no register to keep it in. */
 template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
 {
     const mk_dev here = mk_here(in), *d = &here;
