@@ -465,11 +465,6 @@ template <bool FP8> MK_DEV uint32_t mk_att_stage_own(const mk_att *x, const mk_a
 {
     return mk_att_stage_row(w->lane >> 2, x->bytes) + (FP8 ? 1 : 2) * (w->block * 32 + 8 * (w->lane & 3));
 }
-/* Stages of page `number` of an item, which is in the ring, begin with this one. */
-MK_DEV uint32_t mk_att_stage(const mk_shared *sh, uint32_t warp, uint32_t number)
-{
-    return sh->memo[warp].next.at + (number - mk_att_sh((mk_shared *)sh)->before) * MK_CACHE_STAGES;
-}
 /* A slot's other stages belong to one group of warps, and these are everybody's. A phase of such a barrier that a warp has not seen might be taken for one two before: but behind a barrier of all
  * compute warps every earlier stage is known to have been full, by those whose it was, and there is one between a product and this. */
 MK_DEV void mk_att_stages_await(const mk_shared *sh, uint32_t stage)
@@ -505,11 +500,11 @@ template <bool FP8> MK_DEV void mk_att_ring_tile(mk_att_regs *m, uint32_t j, uin
         mk_lds128(&m->r[1][j], at + 64, has1);
     }
 }
-/* mk_att_load_rest's of page `number`: the tokens of the warp's pair of tiles are one stage. */
-template <bool FP8> MK_DEV void mk_att_ring_rest(uint4 *to, const mk_shared *sh, const mk_att *x, const mk_att_share *w, uint32_t number)
+/* mk_att_load_rest's of a page whose first stage is `stage`: the tokens of the warp's pair of tiles are one. */
+template <bool FP8> MK_DEV void mk_att_ring_rest(uint4 *to, const mk_shared *sh, const mk_att *x, const mk_att_share *w, uint32_t stage)
 {
     bool has;
-    const uint32_t at = mk_stage_at(sh, mk_att_stage(sh, w->warp, number) + w->pair) + mk_att_stage_row(w->lane >> 2, x->bytes) + mk_att_rest<FP8>(x, x->nv / 32 + w->rest, w->lane & 3, &has);
+    const uint32_t at = mk_stage_at(sh, stage + w->pair) + mk_att_stage_row(w->lane >> 2, x->bytes) + mk_att_rest<FP8>(x, x->nv / 32 + w->rest, w->lane & 3, &has);
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++) {
         to[j] = make_uint4(0, 0, 0, 0);
@@ -532,9 +527,12 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
 #pragma unroll
             for (uint32_t k = 0; k < 8; k++) acc[i][k / 4][n][k % 4] = 0;
 
+    /* RING: page `number`, if it is in the ring, begins with stage first + number * MK_CACHE_STAGES */
+    const uint32_t before = RING ? s->before : 0, first = RING ? sh->memo[threadIdx.x / 32].next.at - before * MK_CACHE_STAGES : 0;
     uint32_t number = 0;
 #pragma unroll 1
     for (;; number++) {
+        const bool ringed = RING && number >= before;
         { /* scores */
             const mk_att x = mk_att_numbers(sh);
             const uint32_t nk = x.nk, fine = x.fine, blocks = (nk + 31) / 32, left = x.n - number * MK_PAGE;
@@ -544,9 +542,8 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
             if (!RING && left > 2 * MK_PAGE && threadIdx.x == 0) mk_bulk_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]) + s->ask.x, s->ask.y);
             const uint32_t b0 = x.nv / 32 + w.rest;
             uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-            const bool ringed = RING && number >= s->before;
             if (ringed)
-                mk_att_ring_rest<FP8>(rest, sh, &x, &w, number);
+                mk_att_ring_rest<FP8>(rest, sh, &x, &w, first + number * MK_CACHE_STAGES);
             else if (NH > 1)
                 mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b0, tokens); /* no room in shared memory */
             const mk_att_left u0 = mk_att_query(q, w.block < blocks ? w.block : 0);
@@ -608,12 +605,11 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
                 }
             }
         }
-        mk_sync();
-
+        const mk_att x = mk_att_numbers(sh); /* before the barrier, behind which everybody would wait for it */
         { /* softmax: a lane has rows 2 lane and 2 lane + 1, counted through the tiles: tokens t and t + 8 */
-            const mk_att x = mk_att_numbers(sh);
             const mk_att_share w = mk_att_deal(0);
-            if (RING && number >= s->before) mk_att_stages_leave(sh, mk_att_stage(sh, w.warp, number), w.warp, w.lane);
+            mk_sync();
+            if (ringed) mk_att_stages_leave(sh, first + number * MK_CACHE_STAGES, w.warp, w.lane);
             const uint32_t tokens = x.n - number * MK_PAGE, t = w.lane / 8 * 16 + w.lane % 8;
             const float *score = (const float *)(sh->staging + mk_att_query_bytes(x.nk, x.fine));
 #pragma unroll
@@ -637,18 +633,16 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
                 sum[n] = __fmaf_rn(sum[n], shrink, __fadd_rn(mk_bf16_value(p & 0xffffu), __uint_as_float(p & 0xffff0000u)));
             }
         }
-        mk_sync();
-
-        const mk_att x = mk_att_numbers(sh);
         const uint32_t left = x.n - number * MK_PAGE, next_tokens = min(left - min(left, (uint32_t)MK_PAGE), (uint32_t)MK_PAGE);
         { /* sums */
             const mk_att_share w = mk_att_deal(x.nv);
+            mk_sync();
             const uint32_t g = w.lane >> 2, l = w.lane & 3, scale = FP8 ? mk_att_scale(&x, &w, l) : 0, has0 = mk_att_has(&x, &w, 0), has1 = mk_att_has(&x, &w, 1);
             const uint32_t *p = &s->p[g][l];
             const uint8_t *next = 0, *at = 0;
             uint32_t stage = 0, own = 0; /* RING: the page's first; the lane's bytes of it */
             if (RING && next_tokens) {
-                stage = mk_att_stage(sh, w.warp, number + 1);
+                stage = first + (number + 1) * MK_CACHE_STAGES;
                 own = mk_att_stage_own<FP8>(&x, &w);
                 mk_att_stages_await(sh, stage);
             } else if (next_tokens) {
@@ -696,7 +690,7 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
 
     const mk_att x = mk_att_numbers(sh);
     const mk_att_share w = mk_att_deal(x.nv);
-    if (RING && number >= s->before) mk_stages_pass(sh, w.warp, w.lane, (number + 1 - s->before) * MK_CACHE_STAGES);
+    if (RING && number >= before) mk_stages_pass(sh, w.warp, w.lane, (number + 1 - before) * MK_CACHE_STAGES);
     const uint32_t group = w.lane >> 2, l = w.lane & 3, floats = x.nv + 4, c = w.block * 32 + 4 * group;
     float *dst = mk_att_dst(sh);
 #pragma unroll

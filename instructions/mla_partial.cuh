@@ -462,7 +462,7 @@ template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
         if (!aside)
             mk_asked_for(&asked, d, &d->in->wait[1], f->place.in[1], f->place.epoch[1], m->in_off + (item.h0 + d->warp) * m->qk_stride, d->warp < item.heads ? m->rope : 0);
         const bool ringed = mk_mla_ringed(item.split, per, pos);
-        if (item.split * per == pos / MK_PAGE) mk_counter_wait(d, 2);
+        if (!ringed) mk_counter_wait(d, 2);
         const mk_att_share w = mk_att_deal(m->latent);
         mk_att_begin_one<NH, FP8>(d, &x, &w, number < 2 ? f->place.page[number] : __ldcg(x.pages), ringed, &regs);
         if (aside)
