@@ -747,13 +747,15 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->packets = (uint32_t)(i->exchange_bytes / 16);
     a->n_insn = i->n_insn;
     a->unloaded = (uint32_t)(g->cfg.unloaded != 0);
+    a->ahead = i->expert_bytes || a->unloaded ? 0 : MK_SCOUT_BYTES;
+    if (getenv("MKN")) a->ahead = (uint32_t)atoi(getenv("MKN"));
     a->sweep = g->cfg.sweep ? g->cfg.sweep : MK_SWEEP_STEPS;
     a->max_pages = g->max_pages;
     a->local_bytes = (uint32_t)i->local_bytes;
     a->state_slot_bytes = i->state_slot_bytes;
     a->kv_page_bytes = i->kv_page_bytes;
-    /* EXPERT_DOWN may ask for MK_PAIR_MOST packets from any on, though it looks at its own alone */
-    int ok = (a->tape = (uint8_t *)device_memory(g, "tapes", i->tape_bytes, err)) &&
+    /* The scout looks beyond the worker's tape; EXPERT_DOWN may ask for MK_PAIR_MOST packets from any on, though it looks at its own alone */
+    int ok = (a->tape = (uint8_t *)device_memory(g, "tapes", i->tape_bytes + MK_STAGES * a->ring.stride + a->ahead, err)) &&
              (a->expert = (uint8_t *)device_memory(g, "experts", i->expert_bytes, err)) &&
              (a->embed = (uint8_t *)device_memory(g, "embedding", i->embed_bytes, err)) &&
              (a->param = (float *)device_memory(g, "parameters", i->param_floats * 4, err)) &&

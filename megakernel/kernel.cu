@@ -5,6 +5,7 @@
  *   loader       streams weights into the ring in the queue's order, over instruction, layer and step boundaries: the worker's tape, and, when a layer's route is known, the chosen
  *                experts' slices; and among them, in a step of one row, pages of a cache
  *   courier      on SCHEDULE's worker: looks for what the host says (instructions/schedule.cuh)
+ *   scout        brings weights into L2 for which the ring has no room yet, behind attention
  *   aside        four warps for what is done beside the queue (instructions/aside.cuh)
  *
  * On abort every wait falls through; the compute warps finish what they were fed (with what is there: rows of an aborted step are void)
@@ -594,6 +595,7 @@ MK_DEV bool feed_segment(mk_feed *f, const uint8_t *segment, uint32_t scales, ui
 #pragma unroll 1
     for (uint32_t left = bytes; left;) {
         const uint32_t n = min(left, stage);
+        mk_flag_set(&mk_sh()->streamed, (uint32_t)((weights - mk_sh()->args.tape) >> 8));
         if (!feed_room(f)) return false;
         if (f->unloaded) {
             mk_mbar_arrive(f->bar);
@@ -835,6 +837,42 @@ MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
     feed_drain(&f);
 }
 
+/* ---- scout ---------------------------------------------------------------------------------------------------------- */
+
+/* A word of each 256 bytes from `at` on, a lane each: what one load of L2 asks memory for. Prefetch instructions bring a third of it (profiles/NOTES.md, fifty-second section). */
+MK_DEV uint32_t scout_line(const uint8_t *at, uint32_t lane)
+{
+    uint32_t word;
+    asm volatile("ld.global.cg.L2::256B.b32 %0, [%1];" : "=r"(word) : "l"(at + 256 * lane));
+    return word;
+}
+/* Behind attention a COMBINE, a small product and three exchanges stand before the longest segment of a dense layer: the ring is full, and memory idles. So when this worker has signalled its
+ * partials, what the loader will ask for when it has emptied the ring once is brought into L2, from where it comes three times as fast. Not sooner, for a signal waits for all that its SM has
+ * asked for; and as fast as an SM gets from memory, no faster, for others' packets stand behind it. All lanes. */
+MK_DEV void scout(const mk_gpu_args *a, mk_shared *sh, uint32_t lane)
+{
+    constexpr uint32_t PIECE = 32 * 256, CLOCKS = 880; /* of two pieces: 33 bytes a nanosecond and more */
+    static_assert(MK_SCOUT_BYTES % (2 * PIECE) == 0, "nothing beyond what the host has put behind the tapes");
+    uint32_t attended = 0, words = 0;
+    if (!a->ahead) return;
+    while (!sh->leave) {
+        const uint32_t now = mk_flag_get(&sh->attended);
+        if (now == attended) {
+            __nanosleep(40);
+            continue;
+        }
+        attended = now;
+        const uint8_t *at = a->tape + ((uint64_t)mk_flag_get(&sh->streamed) << 8) + a->ring.stages * a->ring.stride;
+#pragma unroll 1
+        for (const uint8_t *end = at + a->ahead; at < end; at += 2 * PIECE) {
+            const uint32_t begun = mk_clock(), x = scout_line(at, lane), y = scout_line(at + PIECE, lane);
+            while (mk_clock() - begun < CLOCKS) {}
+            words |= x | y;
+        }
+    }
+    mk_waiting_set(0, 0, 0, words); /* for nobody: ptxas leaves out loads whose words are not used */
+}
+
 /* ---- the kernel ----------------------------------------------------------------------------------------------------- */
 
 /* What a ring holds that is never filled: small numbers of either sign as bf16, as e4m3 and, for scales, as f32. */
@@ -883,7 +921,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         mk_mbar_init(&sh->aside_done, MK_ASIDES * MK_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
-        sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->sweep_due = sh->draw_met = sh->current = sh->aborted = 0;
+        sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->sweep_due = sh->draw_met = sh->current = sh->aborted = sh->streamed = sh->attended = 0;
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
         sh->trace.on = sh->trace.weights = 0;
@@ -920,6 +958,8 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
             if (!MK_ONE_STEP && schedules(&a)) mk_courier(&a, sh, threadIdx.x % 32);
         } else if (warp == MK_WARP_LOADER) {
             if (mk_elect()) stream(&a, sh);
+        } else if (!MK_ONE_STEP) {
+            scout(&a, sh, threadIdx.x % 32);
         }
     }
 }

@@ -40,6 +40,13 @@ MK_DEV bool mk_arrives(uint32_t lane)
 {
     return MK_ARRIVALS > 1 || lane == 0;
 }
+/* The SM's clock; nvcc takes two readings of clock() for one. */
+MK_DEV uint32_t mk_clock(void)
+{
+    uint32_t t;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");
+    return t;
+}
 /* A word of shared memory that is looked at without any barrier. racecheck takes atomics only for meant. */
 MK_DEV void mk_flag_set(volatile uint32_t *p, uint32_t v)
 {
