@@ -832,7 +832,8 @@ template <bool ONE> MK_CALL void mk_gqa_run(const mk_insn *in)
         vec = ONE ? mk_gqa_one<4>(in) : mk_gqa_rows<4>(in);
     else
         vec = ONE ? mk_gqa_one<8>(in) : mk_gqa_rows<8>(in);
-    mk_partial_signal(d, vec);
+    mk_bulk_signal(d, vec);
+    if (d->tid == 0) mk_flag_set(&d->sh->attended, d->sh->attended + 1);
 }
 
 #endif

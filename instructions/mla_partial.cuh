@@ -485,7 +485,7 @@ MK_CALL void mk_mla_one_run(const mk_insn *in)
         vec = eight ? mk_mla_one<1, true>(in) : mk_mla_one<2, true>(in);
     else
         vec = eight ? mk_mla_one<1, false>(in) : mk_mla_one<2, false>(in);
-    mk_partial_signal(d, vec);
+    mk_bulk_signal(d, vec);
 }
 
 MK_DEV void mk_mla_partial_run(const mk_insn *in)
@@ -497,7 +497,7 @@ MK_DEV void mk_mla_partial_run(const mk_insn *in)
     const bool fp8 = in->mla.cache == MK_CACHE_FP8;
     if (eights & 2) fp8 ? mk_mla_items<1, true>(in) : mk_mla_items<1, false>(in);
     if (eights & 4) fp8 ? mk_mla_items<2, true>(in) : mk_mla_items<2, false>(in);
-    mk_partial_signal(d, in->signal_vec);
+    mk_bulk_signal(d, in->signal_vec);
 }
 
 #endif

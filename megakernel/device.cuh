@@ -34,7 +34,7 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 #define MK_STAGES         8u     /* of the ring: an even number */
 #define MK_PACE           2u     /* stages under way at once before an instruction's product has begun: kernel.cu, feed_begin */
 #define MK_PACE_UP        3u     /* of EXPERT_UP */
-#define MK_SCOUT_BYTES    147456u /* bytes that the scout brings into L2 behind a partial where there are no experts: kernel.cu */
+#define MK_SCOUT_BYTES    147456u /* bytes that the scout brings into L2 behind a GQA_PARTIAL where there are no experts: kernel.cu */
 #define MK_STAGED_VALUES  2304u  /* of a vector, at MK_MAX_ROWS rows in bf16 */
 #define MK_STAGING        (MK_MAX_ROWS * (MK_STAGED_VALUES * 2 + 64)) /* 32 of them: mk_row_stride; attention needs the others */
 #define MK_UPPER          19200u /* its upper part begins there: of those aside, in a step of one row */
@@ -351,7 +351,7 @@ typedef struct mk_gpu_args {
     uint4 *trace;            /* records: megakernel/trace.h */
     uint32_t n_insn;
     uint32_t unloaded;       /* the loader says that a stage is full without filling it */
-    uint32_t ahead;          /* bytes that the scout brings into L2 behind a partial; 0: none */
+    uint32_t ahead;          /* bytes that the scout brings into L2 behind a GQA_PARTIAL; 0: none */
 } mk_gpu_args;
 
 /* ROUTE's result once more, by (expert, row): pair p is one row's choice of one expert; the pairs of union expert j are
@@ -440,7 +440,7 @@ typedef struct mk_shared {
     volatile uint32_t stage_kind;        /* enum mk_fault_kind of the last stage that was not there at once */
     volatile uint32_t aborted;
     volatile uint32_t streamed;          /* for the scout: where the loader is in the tapes, in 256 bytes; */
-    volatile uint32_t attended;          /* partials that this worker has signalled */
+    volatile uint32_t attended;          /* GQA_PARTIALs that this worker has signalled */
     volatile uint32_t cached[4][3];      /* for the loader, of step s in [s & 3], when logits say so: position of its only row (MK_NO_CACHE: it has several), slot, mk_step.seq */
 } mk_shared;
 #define MK_NO_CACHE 0xffffffffu
@@ -788,13 +788,6 @@ MK_DEV void mk_bulk_signal_own(const mk_dev *d, uint32_t vec)
 {
     __syncwarp();
     if (d->lane == 0) mk_red_release(d->a->counter + d->sh->vec[vec].counter);
-}
-
-/* Attention's: the scout may begin. */
-MK_DEV void mk_partial_signal(const mk_dev *d, uint32_t vec)
-{
-    mk_bulk_signal(d, vec);
-    if (d->tid == 0) mk_flag_set(&d->sh->attended, d->sh->attended + 1);
 }
 
 MK_DEV void *mk_local_at(const mk_dev *d, uint32_t vec)

@@ -748,7 +748,6 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->n_insn = i->n_insn;
     a->unloaded = (uint32_t)(g->cfg.unloaded != 0);
     a->ahead = i->expert_bytes || a->unloaded ? 0 : MK_SCOUT_BYTES;
-    if (getenv("MKN")) a->ahead = (uint32_t)atoi(getenv("MKN"));
     a->sweep = g->cfg.sweep ? g->cfg.sweep : MK_SWEEP_STEPS;
     a->max_pages = g->max_pages;
     a->local_bytes = (uint32_t)i->local_bytes;
