@@ -2,9 +2,9 @@
  * mma.sync are the batch rows, and a K block's partial product is added with its pair's routing weight, experts in ascending id. A row that did not choose the expert
  * keeps its sum as it was. If not all pairs fit the staging area the experts come in batches; sums stay in registers.
  * A warp gathers a pair alone, so that no barrier is needed before its power of two (matvec.cuh) is known: every pair has its own.
- * An expert's segment has an even number of stages (the last one may be empty: gpu.cu, expert_seg), so that each of its stages has one group of warps whatever lies before
+ * An expert's segment has an even number of stages (the last one may be empty: megakernel/segments.cuh, expert_seg), so that each of its stages has one group of warps whatever lies before
  * it in the ring: the order of a row's sum depends on nothing but the row's own choice. Where a stage has room for more, neighbours in the union share stages: the first halves of some experts
- * lie in one, the second halves in the next (mk_down_shared, gpu.cu). */
+ * lie in one, the second halves in the next (mk_down_shared, segments.cuh). */
 #ifndef MK_EXPERT_DOWN_CUH
 #define MK_EXPERT_DOWN_CUH
 

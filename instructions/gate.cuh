@@ -1,6 +1,6 @@
 /* GEMV of an f32 vector (MK_GEMV_X_F32) on the device: a shared expert's gate, one row of BF16 weights times h under its norm, which one worker makes and all wait for. It stages weights, which
  * are one stage, instead of values, and multiplies in f32: a thread takes every 256th packet of each row, ascending, and the warps' sums are added as those of squares are. So the order of a
- * row's sum does not depend on the others. Semantics: gemv.c; what it may be: check_gemv in gpu.cu. */
+ * row's sum does not depend on the others. Semantics: gemv.c; what it may be: check_gemv in megakernel/refuse.cuh. */
 #ifndef MK_GATE_CUH
 #define MK_GATE_CUH
 

@@ -1,5 +1,5 @@
-/* How the packets of a vector that an instruction gathers are shared among the warps, for its plan: what megakernel/plans.cuh makes on the host and instructions/gather.cuh goes by on the device.
- * Behind device.cuh. */
+/* How the packets of a vector that an instruction gathers are shared among the warps, for its plan: what megakernel/plans.cuh makes on the host, and what gathering (instructions/gather_one.cuh,
+ * gather_rows.cuh) goes by on the device. Behind device.cuh. */
 #ifndef MK_DEAL_H
 #define MK_DEAL_H
 
