@@ -439,7 +439,7 @@ typedef struct mk_shared {
     volatile uint32_t current;           /* instructions begun * 2, less 1 while one is under way */
     volatile uint32_t stage_kind;        /* enum mk_fault_kind of the last stage that was not there at once */
     volatile uint32_t aborted;
-    volatile uint32_t streamed;          /* for the scout: where the loader is in the tapes, in 256 bytes; */
+    volatile uint32_t streamed;          /* for the scout: where the loader is in the tapes, in units of 256 bytes */
     volatile uint32_t attended;          /* GQA_PARTIALs that this worker has signalled */
     volatile uint32_t cached[4][3];      /* for the loader, of step s in [s & 3], when logits say so: position of its only row (MK_NO_CACHE: it has several), slot, mk_step.seq */
 } mk_shared;
