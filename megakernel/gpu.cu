@@ -342,7 +342,7 @@ static int allocate(mk_gpu *g, mk_err *err)
     a->state_slot_bytes = i->state_slot_bytes;
     a->kv_page_bytes = i->kv_page_bytes;
     /* The scout looks beyond the worker's tape; EXPERT_DOWN may ask for MK_PAIR_MOST packets from any on, though it looks at its own alone */
-    int ok = (a->tape = (uint8_t *)device_memory(g, "tapes", i->tape_bytes + MK_STAGES * a->ring.stride + a->ahead, err)) &&
+    int ok = (a->tape = (uint8_t *)device_memory(g, "tapes", i->tape_bytes + a->ring.stages * a->ring.stride + a->ahead, err)) &&
              (a->expert = (uint8_t *)device_memory(g, "experts", i->expert_bytes, err)) &&
              (a->embed = (uint8_t *)device_memory(g, "embedding", i->embed_bytes, err)) &&
              (a->param = (float *)device_memory(g, "parameters", i->param_floats * 4, err)) &&
