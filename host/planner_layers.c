@@ -525,16 +525,16 @@ static void embed_and_h(mk_builder *b, mk_roles *R)
     free(h.v);
 }
 
-/* The LM head's rows: worker 0 has up to three pieces fewer than others, as long as that gives nobody another piece. When all have theirs, they wait for what it does alone, which it rehearses while they
- * are at it (schedule.cuh). Where workers are few or rows are, that would cost the others more than it saves them: 1 %. */
+/* The LM head's rows: the worker that schedules, the last one, has up to three pieces fewer than others, as long as that gives nobody another piece. When all have theirs, they wait for what it does alone,
+ * which it rehearses while they are at it (schedule.cuh). Where workers are few or rows are, that would cost the others more than it saves them: 1 %. */
 static void spare_scheduler(uint32_t *cut, uint32_t workers)
 {
-    const uint32_t rows = cut[workers], spared = 3 * MK_SEGMENT_ROWS, full = (cut[1] + MK_SEGMENT_ROWS - 1) / MK_SEGMENT_ROWS * MK_SEGMENT_ROWS;
-    if (cut[1] < spared + MK_SEGMENT_ROWS || 100ull * spared > (uint64_t)rows * (workers - 1) / workers) return;
+    const uint32_t rows = cut[workers], own_even = rows - cut[workers - 1], spared = 3 * MK_SEGMENT_ROWS, full = (own_even + MK_SEGMENT_ROWS - 1) / MK_SEGMENT_ROWS * MK_SEGMENT_ROWS;
+    if (own_even < spared + MK_SEGMENT_ROWS || 100ull * spared > (uint64_t)rows * (workers - 1) / workers) return;
     const uint64_t most = (uint64_t)full * (workers - 1); /* that the others can have */
-    uint32_t own = cut[1] - spared;
+    uint32_t own = own_even - spared;
     if (rows > most + own) own = rows - (uint32_t)most;
-    for (uint32_t w = 1; w <= workers; w++) cut[w] = own + mk_start(w - 1, rows - own, workers - 1);
+    for (uint32_t w = 0; w < workers; w++) cut[w] = mk_start(w, rows - own, workers - 1);
 }
 
 static void head_and_sample(mk_builder *b, mk_roles *R)
@@ -581,15 +581,16 @@ static void head_and_sample(mk_builder *b, mk_roles *R)
         b->load[w] += (uint64_t)rows * l->k * (wt == MK_W_FP8 ? 1 : 2);
     }
     mk_phase_end(b, "lm_head", MK_NONE, vocab < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
+    /* The last worker chooses and schedules: it is the one that has least to do when the next step begins, which the others may do before SCHEDULE is through (schedule.cuh). */
     mk_insn *in;
-    for (uint32_t w = W; w-- > 0;) {
+    for (uint32_t w = 0; w < W; w++) {
         in = mk_emit(b, w, MK_OP_SAMPLE, MK_NONE);
-        in->sample = (mk_sample){.vocab = vocab, .slices = pc.n, .helper = (uint16_t)w, .helpers = (uint16_t)(W - 1)};
+        in->sample = (mk_sample){.vocab = vocab, .slices = pc.n, .helper = (uint16_t)((w + 1) % W), .helpers = (uint16_t)(W - 1)};
         mk_wait_all(b, in, stats, s_pub);
         mk_wait_all(b, in, logits, l_pub);
-        if (w == 0) mk_signal(in, sampled, m_pub, 0);
+        if (w == W - 1) mk_signal(in, sampled, m_pub, 0);
     }
-    in = mk_emit(b, 0, MK_OP_SCHEDULE, MK_NONE);
+    in = mk_emit(b, W - 1, MK_OP_SCHEDULE, MK_NONE);
     mk_wait_all(b, in, sampled, m_pub);
     free(pc.v);
     free(st);

@@ -748,6 +748,7 @@ MK_DEV void mk_sample_greedy_run(const mk_dev *d)
             out->token[r] = t.best < s->vocab ? t.best : 0;
             out->logprob[r] = mk_sample_logprob(t.max, &t);
         }
+        if (i && d->warp == 0) mk_schedule_sure(d->sh, t.best < s->vocab ? t.best : 0, d->lane);
     }
 }
 
@@ -806,6 +807,8 @@ MK_DEV void mk_sample_run(const mk_dev *d)
             out->token[r] = token;
             out->logprob[r] = mk_sample_logprob(row->flags & MK_ROW_SAMPLE ? x->logit : __ldcg(logits + token), &t);
         }
+        __syncwarp();
+        if (out && d->warp == 0) mk_schedule_sure(d->sh, out->token[r], d->lane);
     }
 }
 

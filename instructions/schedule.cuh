@@ -34,15 +34,24 @@ MK_DEV mk_sched *mk_schedule_state(mk_shared *sh)
     return MK_NEAR ? &sh->sched : sh->args.sched;
 }
 
-/* Writes a step descriptor to `to`, by one warp: a packet a lane, whose epoch is the step number + 1. */
-MK_DEV void mk_step_publish(const mk_step *step, uint4 *to, uint32_t lane)
+/* Writes a step descriptor to `to`, by one warp: a packet a lane, whose epoch is the step number + 1. A step that is sure but for its token comes in two parts: EARLY all packets but the one with the
+ * token, which mk_schedule_sure sends when it is chosen. If that ends the generation, another step is written over those packets (INSTEAD), and the token's, which comes behind them, says so: who has
+ * seen it reads all once more. */
+enum mk_telling { MK_TELL_WHOLE, MK_TELL_EARLY, MK_TELL_INSTEAD };
+MK_DEV void mk_step_publish(const mk_step *step, uint4 *to, mk_telling how, uint32_t lane)
 {
     const uint32_t *word = (const uint32_t *)step, words = sizeof *step / 4;
     uint32_t w[3] = {0, 0, 0};
 #pragma unroll
     for (uint32_t k = 0; k < 3; k++)
         if (3 * lane + k < words) w[k] = word[3 * lane + k];
-    if (lane < mk_step_packets(step->nrows)) mk_packet_store(to + lane, w[0], w[1], w[2], step->seq + 1);
+    const bool mine = lane < mk_step_packets(step->nrows), token = lane == MK_TOKEN_PACKET;
+    if (mine && (!token || how == MK_TELL_WHOLE)) mk_packet_store(to + lane, w[0], w[1], w[2], step->seq + 1);
+    if (how != MK_TELL_INSTEAD) return;
+    __threadfence();
+    __syncwarp();
+    __threadfence();
+    if (token) mk_packet_store(to + lane, w[0], w[1], w[2] | MK_ROW_INSTEAD, step->seq + 1);
 }
 
 /* ---- looks ---------------------------------------------------------------------------------------------------------- */
@@ -234,7 +243,7 @@ MK_CALL void mk_schedule_finish(mk_sched *s, const mk_step *step, const mk_sampl
 
 /* The short way (megakernel/schedule.h), by one warp, a lane a row: publishes the step that entry e makes of an idle machine. False: it is none of the easy ones. The
  * entry is still to be taken; the step's descriptor is whole, here as well. */
-MK_DEV bool mk_schedule_short(mk_sched *s, const mk_submit *e, uint4 *ring, uint32_t lane)
+MK_DEV bool mk_schedule_short(mk_sched *s, const mk_submit *e, uint4 *ring, mk_telling how, uint32_t lane)
 {
     mk_row row;
     const uint32_t n = mk_sched_short(s->st, s->n_slots, e, lane, &row);
@@ -242,12 +251,13 @@ MK_DEV bool mk_schedule_short(mk_sched *s, const mk_submit *e, uint4 *ring, uint
     if (lane < n) s->next.row[lane] = row;
     if (lane == MK_MAX_ROWS) mk_sched_short_step(s, e, n);
     __syncwarp();
-    mk_step_publish(&s->next, ring, lane);
+    mk_step_publish(&s->next, ring, how, lane);
     return true;
 }
 
-/* Composes and publishes the next step, waiting for the host as long as there is nothing to do. By one warp; go (lane 0): not aborted. dress: a rehearsal with this, and no more. */
-MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress)
+/* Composes and publishes the next step, waiting for the host as long as there is nothing to do. By one warp; go (lane 0): not aborted. dress: a rehearsal with this, and no more. token: the step's before,
+ * if it is sure what comes behind it. */
+MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress, uint32_t token)
 {
     mk_shared *sh = mk_sh();
     const mk_gpu_args *a = &sh->args;
@@ -255,6 +265,17 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress)
     volatile uint32_t *beat = (volatile uint32_t *)a->heartbeat;
     const uint32_t submit_next = own->submit_next;
     if (!__shfl_sync(0xffffffffu, go, 0)) return;
+    if (!dress && own->sure == MK_SURE) { /* the others are at it */
+        __syncwarp();
+        if (lane) return;
+        own->taken = mk_flag_get(&sh->taken);
+        mk_fence_cta();
+        own->sure = MK_NOT_SURE;
+        mk_sched_follow(own, &sh->step.row[0], token, mk_now());
+        mk_flag_set(&sh->published, own->next.seq + 1);
+        beat[MK_BEAT_EVENTS] = own->event_next;
+        return;
+    }
     enum { AT_ONCE, REHEARSE, TAKE_OVER, WAIT };
     mk_looker l = mk_looker_new(a, own);
     bool idle = false;
@@ -286,7 +307,8 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress)
         }
         __syncwarp();
         uint4 *ring = a->step_ring + (pass == REHEARSE ? MK_STEP_RING : s->step % MK_STEP_RING) * MK_STEP_PACKETS;
-        const bool easy = MK_NEAR && idle && (pass == REHEARSE || l.seen != seen) && mk_schedule_short(s, e, ring, lane);
+        const mk_telling how = pass != REHEARSE && s->sure ? MK_TELL_INSTEAD : MK_TELL_WHOLE;
+        const bool easy = MK_NEAR && idle && (pass == REHEARSE || l.seen != seen) && mk_schedule_short(s, e, ring, how, lane);
         idle = false;
         if (lane == 0) {
             if (pass != REHEARSE) {
@@ -311,11 +333,12 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress)
             }
             mk_sched_look_up(s, lane, 32);
             __syncwarp();
-            mk_step_publish(&s->next, ring, lane);
+            mk_step_publish(&s->next, ring, how, lane);
         }
         if (dress) return;
         if (pass == REHEARSE) continue;
         if (lane) return;
+        s->sure = MK_NOT_SURE;
         mk_flag_set(&sh->published, s->next.seq + 1);
         if (pass >= TAKE_OVER) mk_bus_give(sh, &l);
         break;
@@ -326,13 +349,24 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress)
 }
 
 /* Behind a step everybody waits for SCHEDULE, and what runs once a step comes from L2, line after line. So it is rehearsed while SAMPLE waits, in the staging area, with what SCHEDULE knows and a
- * token that nobody has. */
+ * token that nobody has. No more of it than will be run: it takes the place of the first layer's code, in the cache of all SMs of its GPC. */
 typedef struct mk_dress {
     mk_sched s;
     mk_sched_slot st[MK_NEAR_SLOTS];
     uint32_t active[MK_NEAR_SLOTS];
     mk_sampled sampled;
 } mk_dress;
+/* Whether what comes behind the step is sure, if the token does not end the generation: of a step of one row another one of the same stream, whose finish has been rehearsed, and nothing else. All lanes. */
+MK_DEV bool mk_schedule_is_sure(mk_shared *sh, const mk_dress *r, uint32_t lane)
+{
+    const mk_sched *s = &sh->sched;
+    const mk_row *row = &sh->step.row[0];
+    const uint32_t seq = sh->step.seq + 1, slot = lane < s->n_active ? r->active[lane % MK_NEAR_SLOTS] : row->slot;
+    const mk_sched_slot *t = &r->st[slot]; /* a lane a stream */
+    const bool one = sh->step.nrows == 1 && row->flags & MK_ROW_SAMPLE && !s->hang && !s->stop && mk_flag_get(&sh->submitted) == s->submit_next &&
+                     mk_sched_event_room(s) >= 2 * MK_MAX_ROWS * MK_SCHED_EVENTS && seq % sh->args.sweep && !sh->sweep_due;
+    return __all_sync(0xffffffffu, one && (slot == row->slot ? mk_sched_goes_on(t) : mk_sched_rests(t)));
+}
 /* By one warp. Where all rows are of streams that generate (a test's are of none), and no append is under way: what SCHEDULE does then moves its marks, which are not copied. */
 MK_CALL void mk_schedule_dress(mk_shared *sh, uint32_t lane)
 {
@@ -358,10 +392,39 @@ MK_CALL void mk_schedule_dress(mk_shared *sh, uint32_t lane)
         mk_schedule_finish(&r->s, &sh->step, &r->sampled);
     }
     __syncwarp();
-    mk_schedule_next(lane, true, &r->s);
+    if (mk_schedule_is_sure(sh, r, lane)) {
+        if (lane == 0) {
+            mk_sched_follow(&r->s, &sh->step.row[0], r->sampled.token[0], 0);
+            r->s.next.trace = mk_sched_next_trace(&sh->sched);
+            sh->sched.sure = MK_SURE_BUT_TOKEN;
+        }
+        __syncwarp();
+        mk_step_publish(&r->s.next, sh->args.step_ring + r->s.next.seq % MK_STEP_RING * MK_STEP_PACKETS, MK_TELL_EARLY, lane);
+    } else {
+        mk_schedule_next(lane, true, &r->s, 0);
+    }
     __syncwarp();
 #endif
 }
+/* By the warp that has rehearsed, when the step's token is chosen: its own row's, of a step of one. */
+MK_DEV void mk_schedule_sure(mk_shared *sh, uint32_t token, uint32_t lane)
+{
+#if MK_NEAR
+    mk_sched *s = &sh->sched;
+    const mk_row *row = &sh->step.row[0];
+    if (s->sure != MK_SURE_BUT_TOKEN) return;
+    const mk_sched_slot *t = &sh->st[row->slot];
+    if (__any_sync(0xffffffffu, lane < t->n_stop && s->rest[row->slot].stop[lane % MK_MAX_STOP] == token)) return;
+    __syncwarp();
+    if (lane) return;
+    mk_row next;
+    mk_sched_next_row(t, row, token, &next);
+    const uint32_t seq = sh->step.seq + 1;
+    mk_packet_store(sh->args.step_ring + seq % MK_STEP_RING * MK_STEP_PACKETS + MK_TOKEN_PACKET, next.token, next.pos, next.flags, seq + 1);
+    s->sure = MK_SURE;
+#endif
+}
+static_assert(MK_MAX_STOP <= 32, "a stop id a lane");
 
 /* Epochs repeat after 2^32 / MK_EPOCH_STRIDE steps, and a row that few steps have keeps its packets as long (megakernel/exchange.h,
  * mk_exchange_sweep). Now nobody reads or writes packets: SAMPLE has seen every worker's last publication, and the next step begins with the
@@ -405,7 +468,7 @@ MK_DEV void mk_schedule_run(const mk_dev *d)
     __syncwarp();
     mk_trace_publish(d);
     mk_trace_end(d);
-    mk_schedule_next(d->lane, go, 0);
+    mk_schedule_next(d->lane, go, 0, ((const mk_sampled *)mk_local_at(d, d->in->wait[0].vec))->token[0]);
     mk_schedule_handed_over();
 }
 

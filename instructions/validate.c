@@ -439,7 +439,7 @@ static int check_helpers(mk_check *c)
     return MK_OK;
 }
 
-/* SAMPLE (but for those that help it) and SCHEDULE, once each; the step ends with SCHEDULE. */
+/* SAMPLE (but for those that help it) and SCHEDULE, once each; the step ends with SCHEDULE, right behind SAMPLE: a machine may begin the next step when the token is chosen. */
 static int check_ends(mk_check *c)
 {
     uint32_t *one[2] = {&c->sample, &c->schedule}, op[2] = {MK_OP_SAMPLE, MK_OP_SCHEDULE};
@@ -456,6 +456,7 @@ static int check_ends(mk_check *c)
     if (c->schedule != last)
         return mk_refuse(c, c->schedule, "expected to be the last of its queue, but #%u %s follows", c->p->insn[last].seq,
                          mk_opcode_name(c->p->insn[last].opcode));
+    if (c->sample + 1 != c->schedule) return mk_refuse(c, c->schedule, "expected right behind %s, whose choice begins the next step", mk_insn_text(c, c->sample).s);
     return check_helpers(c);
 }
 

@@ -9,7 +9,8 @@
  * read e - 1 have cleared them: whoever reads e must know that these are through before it looks, by what earlier instructions have
  * waited for, since its own other waits may not be over then. The overwriting instruction must happen after every instruction that waits
  * for e, and after those that published it. Happens-before is the transitive closure of: program order of a worker; a publication and
- * those who wait for it; SCHEDULE and every worker's first instruction of the next step. It is computed with vector clocks: for every
+ * those who wait for it; SCHEDULE and every worker's first instruction of the next step (a machine may begin it while SCHEDULE, which stands
+ * right behind SAMPLE and touches nobody else's memory, tells of this one). It is computed with vector clocks: for every
  * instruction and every worker, how many instructions of that worker are known to be complete, counted from the first step on. The graph
  * repeats every step, and e reaches back at most two steps (a vector published once a step), so checking the third step proves all.
  * What an instruction knows after a wait is of the slices that it looks at (mk_looks_at); a wait's whole range counts as read. */

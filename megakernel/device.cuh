@@ -58,6 +58,9 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 /* Packets of a step with so many rows: a short one is read sooner. One without rows has those of one row. */
 #define MK_ROW_PACKETS(n) ((uint32_t)((offsetof(mk_step, row) / 4 + (n) * (sizeof(mk_row) / 4) + 2) / 3))
 #ifdef __CUDACC__
+/* The one with the first row's token, position and flags. */
+#define MK_TOKEN_PACKET ((uint32_t)((offsetof(mk_step, row) + offsetof(mk_row, token)) / 12))
+static_assert((offsetof(mk_step, row) + offsetof(mk_row, token)) % 12 == 0 && offsetof(mk_row, flags) == offsetof(mk_row, token) + 8, "in one packet");
 __host__ __device__ __forceinline__ static uint32_t mk_step_packets(uint32_t nrows)
 {
     return MK_ROW_PACKETS(nrows > 1 ? nrows : 1u);
@@ -339,7 +342,7 @@ typedef struct mk_gpu_args {
     const uint32_t *page; /* the device's copy of the page tables */
     mk_sched *sched;      /* as it is at the start; the resident kernel then has it in shared memory */
     const mk_submit_packets *submit; /* pinned [MK_SUBMIT_RING] */
-    uint4 *step_ring;     /* [MK_STEP_RING + 1][MK_STEP_PACKETS] packets; nobody reads the last ones, nor the events behind them: rehearsals */
+    uint4 *step_ring;     /* [MK_STEP_RING + 1][MK_STEP_PACKETS] packets: mk_step_publish; nobody reads the last ones, nor the events behind them: rehearsals */
     uint32_t *abort;
     uint32_t *position;   /* [workers] the instruction last fed: for the flight recorder */
     mk_fault *fault;      /* pinned */

@@ -788,6 +788,7 @@ static int read_step(mk_gpu *g, uint32_t steps, mk_step *step, mk_err *err)
             return rc;
         }
     for (uint32_t k = 0; k < 3 * n && k < sizeof *step / 4 && !rc; k++) word[k] = q[k / 3 * 4 + k % 3];
+    step->row[0].flags &= ~MK_ROW_INSTEAD;
     return rc;
 }
 

@@ -141,7 +141,7 @@ MK_DEV void compute(const mk_gpu_args *a)
 {
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
     if (!MK_ONE_STEP && schedules(a)) {
-        if (threadIdx.x < 32) mk_schedule_next(threadIdx.x, true, 0);
+        if (threadIdx.x < 32) mk_schedule_next(threadIdx.x, true, 0, 0);
         mk_schedule_handed_over();
     }
 
@@ -196,20 +196,23 @@ MK_DEV bool step_receive(const mk_gpu_args *a, mk_shared *sh, uint32_t seq, uint
 #endif
     const uint4 *p = a->step_ring + (seq % MK_STEP_RING) * MK_STEP_PACKETS + lane;
     uint32_t *word = (uint32_t *)&sh->step, packets = mk_step_packets(1);
-    bool leave = false;
+    bool leave = false, again = false;
     uint4 q = make_uint4(0, 0, 0, 0);
     for (uint32_t n = 0;; n++) {
         if (lane < packets) q = mk_packet_load(p);
         if (__all_sync(0xffffffffu, lane >= packets || q.w == seq + 1)) {
             const uint32_t all = mk_step_packets(__shfl_sync(0xffffffffu, q.y, 0));
-            if (all <= packets) break;
-            packets = all;
+            const bool instead = __any_sync(0xffffffffu, lane == MK_TOKEN_PACKET && q.z & MK_ROW_INSTEAD);
+            if (all <= packets && (again || !instead)) break;
+            packets = max(packets, all);
+            if (instead) __threadfence(); /* the token's packet came behind the others */
+            again = instead;
             continue;
         }
         if ((n & 63) == 63) leave = mk_load_relaxed(a->abort) != 0;
         if (__any_sync(0xffffffffu, leave)) return false;
     }
-    const uint32_t w[3] = {q.x, q.y, q.z};
+    const uint32_t w[3] = {q.x, q.y, lane == MK_TOKEN_PACKET ? q.z & ~MK_ROW_INSTEAD : q.z};
 #pragma unroll
     for (uint32_t k = 0; k < 3; k++)
         if (lane < packets && 3 * lane + k < sizeof(mk_step) / 4) word[3 * lane + k] = w[k];

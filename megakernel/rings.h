@@ -158,6 +158,7 @@ enum {
     MK_ROW_FIRST = 8,   /* first token of the stream: state reads as zero */
     MK_ROW_EXTRA = 16,  /* of a pinned stream: what it yields is dropped */
     MK_ROW_GREEDY = 32, /* with SAMPLE: the slot's temperature is 0, so nobody needs to look it up. Without it, it may still be */
+    MK_ROW_INSTEAD = 64, /* of the first row on its way, on a GPU: the step's other packets are not those that came early (instructions/schedule.cuh) */
 };
 
 /* One row of a step. Rows of one stream stand side by side, ascending: DELTA_STEP takes what its convolutions begin with before any row has left its own. */

@@ -132,6 +132,9 @@ typedef struct mk_sched_slot {
     uint32_t scores, pad;                  /* scores: some append wants logprobs */
 } mk_sched_slot;
 
+/* How far the next step is told before SCHEDULE composes it: not at all; but for its token; and that, too. */
+enum mk_sure { MK_NOT_SURE, MK_SURE_BUT_TOKEN, MK_SURE };
+
 typedef struct mk_sched {
     /* shared with the host */
     mk_submit *submit;    /* [MK_SUBMIT_RING]; GPU: in device memory, where the looks put what they bring */
@@ -155,6 +158,7 @@ typedef struct mk_sched {
     uint32_t in_log;  /* of the next step's rows: bit r: its token, bit MK_MAX_ROWS + r: its target is still to be looked up */
     uint32_t hang, hang_step; /* fault injection: mk_step.hang of that step */
     uint32_t stalled; /* compose could not go on for want of event-ring space */
+    uint32_t sure;    /* GPU: enum mk_sure */
     mk_step next;
 } mk_sched;
 
@@ -198,6 +202,13 @@ MK_SCHED_CALL void mk_sched_emit(mk_sched *s, uint32_t slot, uint32_t kind, uint
     e.seq0 = e.seq1 = e.seq2 = e.seq3 = seq;
     mk_event_store(&s->event[s->event_next % MK_EVENT_RING], &e);
     s->event_next = seq;
+}
+
+/* The trace under way is through. */
+MK_SCHED_FN void mk_sched_traced(mk_sched *s, uint64_t now)
+{
+    mk_sched_emit(s, 0, MK_EV_TRACED, 0, 0, 0.0f, 0, s->trace_steps, s->trace_tag, now);
+    s->trace_steps = s->trace_at = 0;
 }
 
 /* Reports the appends that are through: all their tokens but the stream's last are processed. */
@@ -525,6 +536,49 @@ MK_SCHED_FN void mk_sched_short_step(mk_sched *s, const mk_submit *e, uint32_t r
     if (generates) mk_sched_sampling(s, e);
 }
 
+/* While one stream generates and nothing else is to do, what comes behind a step is known before its token is, unless that ends the generation: a row like this one. token: what this one's logits
+ * have chosen; of a pinned stream no matter. */
+MK_SCHED_FN void mk_sched_next_row(const mk_sched_slot *t, const mk_row *row, uint32_t token, mk_row *next)
+{
+    *next = *row;
+    next->token = token;
+    if (t->pin)
+        next->token = mk_pinned_id(mk_pinned_random(t->pin_seed, t->pin_count + 1), t->pin_vocab);
+    else
+        next->pos++;
+    next->flags &= MK_ROW_LOGITS | MK_ROW_SAMPLE | MK_ROW_GREEDY;
+}
+/* After mk_sched_finish: of the stream whose row that was, whether it has another one to come; of any other, whether it has none. The step before had one row, nothing has been submitted since, no hang is
+ * to be injected, and there is room for the events of a step: then mk_sched_follow makes the step that mk_sched_compose would. */
+MK_SCHED_FN uint32_t mk_sched_goes_on(const mk_sched_slot *t)
+{
+    return t->gen && !t->n_append && !t->cancel && t->pos + 1 == t->len && t->published < t->credits;
+}
+MK_SCHED_FN uint32_t mk_sched_rests(const mk_sched_slot *t)
+{
+    return !t->gen && !t->n_append && t->pos + 1 >= t->len;
+}
+/* Whether it is traced, and as which step: mk_step.trace. */
+MK_SCHED_FN uint32_t mk_sched_next_trace(const mk_sched *s)
+{
+    return s->trace_at < s->trace_steps ? s->trace_tag << 16 | (s->trace_at + 1) : 0;
+}
+/* The step behind that of a stream's only row is s->next; what the host has said since waits for the one behind it. */
+MK_SCHED_CALL void mk_sched_follow(mk_sched *s, const mk_row *row, uint32_t token, uint64_t now)
+{
+    mk_step *d = &s->next;
+    mk_sched_slot *t = &s->st[row->slot];
+    s->stalled = s->in_log = 0;
+    if (s->trace_steps && s->trace_at == s->trace_steps) mk_sched_traced(s, now);
+    mk_sched_next_row(t, row, token, &d->row[0]);
+    t->pin_count += t->pin != 0;
+    d->seq = s->step;
+    d->nrows = d->any_logits = 1;
+    d->trace = mk_sched_next_trace(s);
+    s->trace_at += d->trace != 0;
+    d->hang = 0;
+}
+
 /* Composes the next step into s->next; nrows = 0 when there is nothing to do (s->stop: leave). Room for events is reserved before anything is published. */
 MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
 {
@@ -537,10 +591,7 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
 #ifndef __CUDA_ARCH__
     mk_sched_look(s);
 #endif
-    if (s->trace_steps && s->trace_at == s->trace_steps && mk_sched_event_room(s)) {
-        mk_sched_emit(s, 0, MK_EV_TRACED, 0, 0, 0.0f, 0, s->trace_steps, s->trace_tag, now);
-        s->trace_steps = s->trace_at = 0;
-    }
+    if (s->trace_steps && s->trace_at == s->trace_steps && mk_sched_event_room(s)) mk_sched_traced(s, now);
     MK_SCHED_LOOP
     while (s->submitted != s->submit_next) {
         if (mk_sched_event_room(s) < per) {

@@ -361,13 +361,13 @@ static void slices_of_folded_queries(void **state)
     }
 }
 
-/* Rows of the LM head: worker 0, which schedules, has fewer, and nobody more pieces than in an even cut. */
+/* Rows of the LM head: the last worker, which schedules, has fewer, and nobody more pieces than in an even cut. */
 static void the_scheduler_is_spared(void **state)
 {
     (void)state;
     static const struct {
         const char *preset;
-        uint32_t workers, own, others, pieces; /* worker 0's rows; most rows, and pieces, of another */
+        uint32_t workers, own, others, pieces; /* the last worker's rows; most rows, and pieces, of another */
     } all[] = {
         {"kimi-linear-48b", 132, 857, 1245, 10},      {"llama-3.2-1b", 132, 587, 975, 8},     {"qwen3.6-35b-a3b", 132, 1497, 1885, 15},
         {"qwen3-coder-next-80b", 132, 1024, 1152, 9}, /* three pieces fewer would be a tenth one for the others, of two rows */
@@ -383,9 +383,11 @@ static void the_scheduler_is_spared(void **state)
             for (uint32_t x = p->queue[w]; x < p->queue[w + 1]; x++)
                 if (p->insn[x].opcode == MK_OP_LM_HEAD) rows += p->insn[x].lm_head.n, n++;
             sum += rows;
-            if (!w) assert_int_equal(rows, all[i].own);
-            if (w && rows > most) most = rows;
-            if (w && n > pieces) pieces = n;
+            const int schedules = p->insn[p->queue[w + 1] - 1].opcode == MK_OP_SCHEDULE;
+            assert_int_equal(schedules, w + 1 == all[i].workers);
+            if (schedules) assert_int_equal(rows, all[i].own);
+            if (!schedules && rows > most) most = rows;
+            if (!schedules && n > pieces) pieces = n;
         }
         assert_int_equal(sum, m->vocab);
         assert_int_equal(most, all[i].others);

@@ -44,7 +44,7 @@ for at in '3 12 5' '7 0 0' idle; do
     mkd=$?
     read -r worker insn _ <<<"$at"
     named="error: twin: step [0-9]*: worker $worker hangs at instruction $insn "
-    [ "$at" = idle ] && named='error: twin: step [0-9]*: worker 0 hangs at instruction [0-9]* (SCHEDULE, layer -1): it has stopped looking for work'
+    [ "$at" = idle ] && named='error: twin: step [0-9]*: worker [0-9]* hangs at instruction [0-9]* (SCHEDULE, layer -1): it has stopped looking for work'
     if [ $rc = 0 ] && [ $mkd = 0 ] && grep -q "$named" "$S/err" && [ "$(ls "$S"/mkd-flight-*.json | wc -l)" = 1 ] &&
         python3 -m json.tool "$(ls "$S"/mkd-flight-*.json)" >/dev/null && [ "$(grep -c 'launched again' "$S/err")" = 1 ]; then
         echo "ok - hang at $at: $(cat "$S/client")"

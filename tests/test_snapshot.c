@@ -105,13 +105,13 @@ static void every_instruction(void **state)
 static void injected(void **state)
 {
     (void)state;
-    const uint32_t at[][2] = {{3, 12}, {7, 0}, {23, 5}, {0, MK_NONE}};
+    const uint32_t at[][2] = {{3, 12}, {7, 0}, {23, 5}, {WORKERS - 1, MK_NONE}};
     for (size_t i = 0; i < sizeof at / sizeof *at; i++) {
         mk_session *s = rig_open(&(mk_session_config){.dir = DIR, .workers = WORKERS, .epoch0 = 0xfffff000u});
         mk_program *p = s->plan->prog;
         mk_err err = {0};
         mk_sched *sc = mk_twin_sched(s->twin);
-        uint32_t rows, w = at[i][0], k = at[i][1], ran_steps = 0, schedule = p->queue[1] - p->queue[0] - 1;
+        uint32_t rows, w = at[i][0], k = at[i][1], ran_steps = 0, schedule = p->queue[WORKERS] - p->queue[WORKERS - 1] - 1;
         mk_session_stream(s, 0, NULL, 0);
         mk_session_append(s, 0, (const uint32_t[]){512, 3, 1, 4, 1, 5}, 6, 0);
         mk_session_generate(s, 0, 9);

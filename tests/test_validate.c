@@ -362,6 +362,7 @@ static void publications(void **state)
     BREAK(mk_insn s = *IN(0, SCHEDULE, 0); pb_insert(p, 0, s.seq, &s), "SCHEDULE", "expected one SCHEDULE in the program");
     BREAK(mk_insn s = *IN(0, SAMPLE, 0); pb_insert(p, 0, s.seq, &s), "SAMPLE", "expected one SAMPLE in the program");
     BREAK(IN(0, SCHEDULE, 0)->wait[0].vec = (uint16_t)pb_vec(p, "route"), "SCHEDULE", "reads local vector route pub 0, but");
+    BREAK(mk_insn s = *IN(0, ROUTE, 0); pb_remove(p, 0, s.seq); pb_insert(p, 0, IN(0, SCHEDULE, 0)->seq, &s), "SCHEDULE", "expected right behind worker 0");
 }
 
 /* A GEMV like the one that publishes slice 0 of low, from h pub `pub`, into a vector that nobody reads. */

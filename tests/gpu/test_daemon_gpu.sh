@@ -23,7 +23,7 @@ for at in ${HANGS:-0:0:0 5:12:10 7:9:5 131:3:1 77:9:33 0:26:2 131:3:1200:stopped
     timeout 60 "$CLIENT" "$S" $worker $insn $after >"$S/client" 2>&1 &
     C=$!
     named="worker $worker hangs at instruction $insn "
-    [ "$at" = idle ] && named="worker 0 hangs at instruction [0-9]* (SCHEDULE, layer -1): it has stopped looking for work"
+    [ "$at" = idle ] && named="worker [0-9]* hangs at instruction [0-9]* (SCHEDULE, layer -1): it has stopped looking for work"
     if [ "$stopped" ]; then
         for _ in $(seq 400); do grep -q injected "$S/err" && break; sleep 0.01; done
         kill -STOP $P
