@@ -46,7 +46,7 @@ static double excess_of_rows(const char *name, const char *phase)
     } all[] = {
         {"glm-4.7-flash", "kv_a q_a", 8.1},      {"glm-4.7-flash", "q_b uk", 19.2}, {"glm-4.7-flash", "uv", 13.5},
         {"qwen3.5-27b", "delta", 37.6}, {"qwen3.6-27b", "delta", 37.6},
-        {"qwen3.8-27b", "delta", 37.6},          {"llama-3.2-1b", "attn qkv", 7.5},
+        {"qwen3.8-27b", "delta", 37.6},          {"llama-3.2-1b", "attn qkv", 11.8},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (strncmp(name, all[i].name, strlen(all[i].name)) == 0 && strcmp(phase, all[i].phase) == 0) return all[i].percent / 100;
@@ -369,7 +369,7 @@ static void the_scheduler_is_spared(void **state)
         const char *preset;
         uint32_t workers, own, others, pieces; /* the last worker's rows; most rows, and pieces, of another */
     } all[] = {
-        {"kimi-linear-48b", 132, 857, 1245, 10},      {"llama-3.2-1b", 132, 587, 975, 8},     {"qwen3.6-35b-a3b", 132, 1497, 1885, 15},
+        {"kimi-linear-48b", 132, 858, 1245, 10},      {"llama-3.2-1b", 132, 588, 975, 8},     {"qwen3.6-35b-a3b", 132, 1498, 1885, 15},
         {"qwen3-coder-next-80b", 132, 1024, 1152, 9}, /* three pieces fewer would be a tenth one for the others, of two rows */
         {"kimi-linear-48b", 16, 10240, 10240, 80},    /* few workers: an even cut */
     };
