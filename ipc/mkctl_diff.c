@@ -310,11 +310,12 @@ static int locate(diff *d, const mk_step *step, mk_divergence *first, int *tie, 
     return rc;
 }
 
+/* The one of its opcode; of SAMPLEs the one that chooses. */
 static const mk_insn *find(const mk_program *p, uint32_t opcode, uint32_t *worker)
 {
     for (uint32_t w = 0; w < p->info.workers; w++)
         for (uint32_t x = p->queue[w]; x < p->queue[w + 1]; x++)
-            if (p->insn[x].opcode == opcode) return *worker = w, &p->insn[x];
+            if (p->insn[x].opcode == opcode && !(opcode == MK_OP_SAMPLE && p->insn[x].sample.helper)) return *worker = w, &p->insn[x];
     return NULL;
 }
 
