@@ -9,6 +9,8 @@
  * across the bus takes longer than deciding, a warp of its own looks all the time (instructions/schedule.cuh). Everything else that the host says comes with
  * the entries; only tokens of long appends are looked up in the log, all of a step's at once.
  *
+ * On a GPU the step behind one of one row may be sure but for its token, and is then begun when that is chosen (mk_sched_follow): what the host has said since the last look before waits for the step behind it.
+ *
  * The host clears a slot's cancel word before it submits the slot's next entry, so a taken entry clears the word here: what an earlier look has seen is older than
  * the entry. Later looks bring what the host has said since. */
 #ifndef MK_SCHEDULE_H
