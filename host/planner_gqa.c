@@ -32,7 +32,7 @@ static uint32_t gqa_parts(const mk_builder *b, const mk_roles *R, uint32_t kv_he
     return most * kv_heads <= n ? n : W;
 }
 
-/* While a row has one split, worker i attends to KV head i and all others wait for it. It has no rows of q, k and v, then, if that leaves the others no more than one more each:
+/* While a row has one split, worker i attends to KV head i and all others wait for it. It has no rows of q, k and v, then, if that leaves the others few more each:
  * it waits for theirs with everything else asked for and done. Nor has the last worker, which may still schedule when a step's first layer begins. */
 static void split_qkv(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, const mk_gqa_mixer *a, uint32_t *cut)
 {
