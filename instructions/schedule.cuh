@@ -356,6 +356,11 @@ typedef struct mk_dress {
     uint32_t active[MK_NEAR_SLOTS];
     mk_sampled sampled;
 } mk_dress;
+/* Whether a sweep of the exchange (below) is due before step `next`. */
+MK_DEV bool mk_schedule_sweeps(const mk_shared *sh, uint32_t next)
+{
+    return !(next % sh->args.sweep) || sh->sweep_due;
+}
 /* Whether what comes behind the step is sure, if the token does not end the generation: of a step of one row another one of the same stream, whose finish has been rehearsed, and nothing else. All lanes. */
 MK_DEV bool mk_schedule_is_sure(mk_shared *sh, const mk_dress *r, uint32_t lane)
 {
@@ -364,7 +369,7 @@ MK_DEV bool mk_schedule_is_sure(mk_shared *sh, const mk_dress *r, uint32_t lane)
     const uint32_t seq = sh->step.seq + 1, slot = lane < s->n_active ? r->active[lane % MK_NEAR_SLOTS] : row->slot;
     const mk_sched_slot *t = &r->st[slot]; /* a lane a stream */
     const bool one = sh->step.nrows == 1 && row->flags & MK_ROW_SAMPLE && !s->hang && !s->stop && mk_flag_get(&sh->submitted) == s->submit_next &&
-                     mk_sched_event_room(s) >= 2 * MK_MAX_ROWS * MK_SCHED_EVENTS && seq % sh->args.sweep && !sh->sweep_due;
+                     mk_sched_event_room(s) >= 2 * MK_MAX_ROWS * MK_SCHED_EVENTS && !mk_schedule_sweeps(sh, seq);
     return __all_sync(0xffffffffu, one && (slot == row->slot ? mk_sched_goes_on(t) : mk_sched_rests(t)));
 }
 /* By one warp. Where all rows are of streams that generate (a test's are of none), and no append is under way: what SCHEDULE does then moves its marks, which are not copied. */
@@ -399,7 +404,7 @@ MK_CALL void mk_schedule_dress(mk_shared *sh, uint32_t lane)
             sh->sched.sure = MK_SURE_BUT_TOKEN;
         }
         __syncwarp();
-        mk_step_publish(&r->s.next, sh->args.step_ring + r->s.next.seq % MK_STEP_RING * MK_STEP_PACKETS, MK_TELL_EARLY, lane);
+        mk_step_publish(&r->s.next, mk_step_at(sh->args.step_ring, r->s.next.seq), MK_TELL_EARLY, lane);
     } else {
         mk_schedule_next(lane, true, &r->s, 0);
     }
@@ -420,7 +425,7 @@ MK_DEV void mk_schedule_sure(mk_shared *sh, uint32_t token, uint32_t lane)
     mk_row next;
     mk_sched_next_row(t, row, token, &next);
     const uint32_t seq = sh->step.seq + 1;
-    mk_packet_store(sh->args.step_ring + seq % MK_STEP_RING * MK_STEP_PACKETS + MK_TOKEN_PACKET, next.token, next.pos, next.flags, seq + 1);
+    mk_packet_store(mk_step_at(sh->args.step_ring, seq) + MK_TOKEN_PACKET, next.token, next.pos, next.flags, seq + 1);
     s->sure = MK_SURE;
 #endif
 }
@@ -433,7 +438,7 @@ MK_DEV void mk_schedule_sweep(const mk_dev *d)
 {
     const mk_gpu_args *a = d->a;
     const uint32_t next = d->step->seq + 1, base = a->epoch0 + next * MK_EPOCH_STRIDE;
-    if (next % a->sweep && !d->sh->sweep_due) return;
+    if (!mk_schedule_sweeps(d->sh, next)) return;
     mk_sync(); /* everybody has looked */
     if (d->tid == 0) d->sh->sweep_due = !d->step->any_logits;
     if (!d->step->any_logits) return;

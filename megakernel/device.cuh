@@ -58,6 +58,11 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 /* Packets of a step with so many rows: a short one is read sooner. One without rows has those of one row. */
 #define MK_ROW_PACKETS(n) ((uint32_t)((offsetof(mk_step, row) / 4 + (n) * (sizeof(mk_row) / 4) + 2) / 3))
 #ifdef __CUDACC__
+/* Where step seq's lie. */
+__device__ __forceinline__ static uint4 *mk_step_at(uint4 *ring, uint32_t seq)
+{
+    return ring + seq % MK_STEP_RING * MK_STEP_PACKETS;
+}
 /* The one with the first row's token, position and flags. */
 #define MK_TOKEN_PACKET ((uint32_t)((offsetof(mk_step, row) + offsetof(mk_row, token)) / 12))
 static_assert((offsetof(mk_step, row) + offsetof(mk_row, token)) % 12 == 0 && offsetof(mk_row, flags) == offsetof(mk_row, token) + 8, "in one packet");

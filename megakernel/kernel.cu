@@ -194,7 +194,7 @@ MK_DEV bool step_receive(const mk_gpu_args *a, mk_shared *sh, uint32_t seq, uint
         return sh->step.nrows != 0;
     }
 #endif
-    const uint4 *p = a->step_ring + (seq % MK_STEP_RING) * MK_STEP_PACKETS + lane;
+    const uint4 *p = mk_step_at(a->step_ring, seq) + lane;
     uint32_t *word = (uint32_t *)&sh->step, packets = mk_step_packets(1);
     bool leave = false, again = false;
     uint4 q = make_uint4(0, 0, 0, 0);

@@ -456,6 +456,7 @@ static void reuse(void **state)
     mk_program_destroy(&q);
     BREAK(mk_insn d = dumper(p, last - 1); pb_insert(p, 3, AT(IN(3, LM_HEAD, 0)) + 1, &d), "EMBED",
           "reuse of h: publishing pub 0 ends pub 5 of the step before, but nothing makes it wait for worker 3 #35 GEMV layer 0, which reads that");
+    /* nothing stands between the choice and SCHEDULE: the next step may begin there */
     BREAK(mk_insn d = dumper(p, last); pb_insert(p, 0, IN(0, SCHEDULE, 0)->seq, &d), "SCHEDULE", "expected right behind worker 0 #");
     /* the last h itself is safe there: its half is next written after EMBED's h has come from worker 3 as well */
     q = pb_small();
