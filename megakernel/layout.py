@@ -480,19 +480,35 @@ def carried(old, new, who):
     return result, strange
 
 
+def renamed(was, now):
+    """Functions whose parameters are others than they were: the only one of its identifier before and after."""
+
+    def by_identifier(names):
+        names = sorted(names, key=identifier)
+        groups = [list(g) for _, g in itertools.groupby(names, identifier)]
+        return {identifier(g[0]): g[0] for g in groups if len(g) == 1}
+
+    def identifier(name):
+        length = re.match(r"_Z(\d+)", name)
+        return name[: length.end() + int(length[1])] if length else name
+
+    before, after = by_identifier(was), by_identifier(now)
+    return {name: after[key] for key, name in before.items() if key in after and name != after[key]}
+
+
 def carry(file, path, newer):
     old, new, profile = resident(file), resident(newer), read_profile(path)
     models, _, strange = models_of(old, profile)
     if strange:
         raise Refused("%s: expected a profile of %s, %d functions are not" % (path, file, strange))
     was, now = ({name: (first, end) for first, end, name in k.functions} for k in (old, new))
-    lines, added = [], 0
-    for name in (name for name in profile if name in was and name in now):
-        (a, b), (c, d) = was[name], now[name]
+    lines, added, other = [], 0, renamed(was, now)
+    for name in (name for name in profile if name in was and other.get(name, name) in now):
+        (a, b), (c, d) = was[name], now[other.get(name, name)]
         who, n = carried(old.code.op[a:b], new.code.op[c:d], models[a:b])
         added += n
-        lines.append(line_of(name, new.code.digest(c, d), who))
-    head = ["#" + line for line in comments(path, "#")]
+        lines.append(line_of(other.get(name, name), new.code.digest(c, d), who))
+    head = ["#" + re.sub(r"\S+", lambda word: other.get(word[0], word[0]), line) for line in comments(path, "#")]
     with open(path, "w") as f:
         f.writelines(head + lines)
     print("  layout %s: %d of %d functions carried over, %d instructions of them new" % (path, len(lines), len(profile), added))

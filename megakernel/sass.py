@@ -65,7 +65,7 @@ def stalled(hi, clocks):
 
 # ---- what it reads and writes ---------------------------------------------------------------------------------------
 
-R2UR, LDC, ULDC, BSYNC, VOTE, P2R, R2P, REDUX = 0x2CA, 0xB82, 0xAB9, 0x941, 0x806, 0x803, 0x804, 0x3C4
+R2UR, LDC, ULDC, BSYNC, VOTE, P2R, R2P, REDUX, USETMAXREG = 0x2CA, 0xB82, 0xAB9, 0x941, 0x806, 0x803, 0x804, 0x3C4, 0x9C8
 CONSTANT = 0x8200  # the descriptor's place in an LDC's or a ULDC's upper half: c[0x0][0x208]
 URZ, RZ, PT = 63, 255, 7
 

@@ -137,6 +137,8 @@ out = [LEFT_OUT if i in e.gone else e.now(i) for i in range(k.code.n)]
 check("of the kernel that was built %d loads and stores name another pair, %d R2UR are left out, %d stay" % (e.named, len(e.gone), e.kept), e.named > 1000 and len(e.gone) > 5 * e.kept)
 check("and it is what was built", out == built.code.word)
 check("nothing else is left out, and nothing was there that looks like it", all(k.code.op[i] == sass.R2UR for i in e.gone) and LEFT_OUT not in k.code.word)
+# a helper that calls what needs more registers than helpers keep makes ptxas ignore setmaxnreg, in a line of information; then compute warps have 128 and spill
+check("warps take and leave registers: three setmaxnreg", built.code.op.count(sass.USETMAXREG) == 3)
 check("layout.py leaves all of them out", not set(layout.moved(built, [0] * k.code.n).word) & {LEFT_OUT})
 
 
