@@ -33,7 +33,7 @@ static uint32_t gqa_parts(const mk_builder *b, const mk_roles *R, uint32_t kv_he
 }
 
 /* While a row has one split, worker i attends to KV head i and all others wait for it. It has no rows of q, k and v, then, if that leaves the others few more each:
- * it waits for theirs with everything else asked for and done. Nor has the last worker, which may still schedule when a step's first layer begins. */
+ * it waits for theirs with everything else asked for and done. Nor has the last worker, which chooses the token and begins a step a little later. */
 static void split_qkv(mk_builder *b, const mk_part *const *parts, const uint32_t *n_parts, const mk_gqa_mixer *a, uint32_t *cut)
 {
     const mk_plan_config *cfg = b->cfg;

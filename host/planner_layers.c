@@ -581,7 +581,7 @@ static void head_and_sample(mk_builder *b, mk_roles *R)
         b->load[w] += (uint64_t)rows * l->k * (wt == MK_W_FP8 ? 1 : 2);
     }
     mk_phase_end(b, "lm_head", MK_NONE, vocab < 33 * W ? "few rows: one row is more than 3 % of a worker's share" : NULL);
-    /* The last worker chooses and schedules: it is the one that has least to do when the next step begins, which the others may do before SCHEDULE is through (schedule.cuh). */
+    /* The last worker chooses and schedules: it is the one that has least to do when the next step begins, which it does a little later than the others (schedule.cuh). */
     mk_insn *in;
     for (uint32_t w = 0; w < W; w++) {
         in = mk_emit(b, w, MK_OP_SAMPLE, MK_NONE);

@@ -36,7 +36,12 @@ typedef struct mk_left {
 typedef struct mk_stats {
     float max, sum; /* sum of exp(l - max) */
     uint32_t best;  /* lowest id that has the maximum; ~0: there is no maximum */
+    uint32_t told;  /* it is the step's token, and the next step has begun: warp 0's */
 } mk_stats;
+MK_DEV uint32_t mk_stats_token(const mk_stats *s, uint32_t vocab)
+{
+    return s->best < vocab ? s->best : 0;
+}
 
 /* In the staging area. */
 typedef struct mk_sample_scratch {
@@ -638,9 +643,9 @@ MK_CALL float mk_stats_rebase(float sum, float from, float to)
     return from > -INFINITY ? __fmul_rn(sum, e) : 0.0f;
 }
 
-/* The statistics of one row: slices tid, tid + MK_COMPUTE, ... a thread, then the warps', in x->warps[half], then every warp merges what the warps have. One barrier. wait: false: of whatever is
- * there. */
-MK_CALL mk_stats mk_stats_merge(const mk_insn *in, uint32_t row, uint32_t half, bool wait)
+/* The statistics of one row: slices tid, tid + MK_COMPUTE, ... a thread, then the warps', in x->warps[half], then every warp merges what the warps have: first the greatest, for if that CHOOSES
+ * the next step waits for it, then the sums. wait: false: of whatever is there. */
+MK_CALL mk_stats mk_stats_merge(const mk_insn *in, uint32_t row, uint32_t half, bool wait, bool chooses)
 {
     constexpr uint32_t PER = MK_MAX_PIECES / MK_COMPUTE; /* slices of a thread at most */
     const mk_dev here = mk_here(in), *d = &here;
@@ -650,7 +655,7 @@ MK_CALL mk_stats mk_stats_merge(const mk_insn *in, uint32_t row, uint32_t half, 
     const uint4 *base = mk_wait_packets(d, w, v, row);
     const uint32_t epoch = mk_wait_epoch(d, w), sp = v->slice_packets, slices = in->sample.slices;
     uint4 q[PER];
-    mk_stats s = {-INFINITY, 0, 0xffffffffu};
+    mk_stats s = {-INFINITY, 0, 0xffffffffu, 0};
     uint32_t wanted = 0;
 #pragma unroll
     for (uint32_t k = 0; k < PER; k++) {
@@ -667,21 +672,26 @@ MK_CALL mk_stats mk_stats_merge(const mk_insn *in, uint32_t row, uint32_t half, 
         s.max = more ? __uint_as_float(q[k].x) : s.max;
         s.best = more ? q[k].y : s.best;
     }
+    mk_stats_greatest<16>(&s);
+    if (d->lane == 0) {
+        warps[d->warp].max = s.max;
+        warps[d->warp].best = s.best;
+    }
+    mk_sync();
+    s.max = warps[d->lane % MK_WARPS].max;
+    s.best = warps[d->lane % MK_WARPS].best;
+    mk_stats_greatest<MK_WARPS / 2>(&s);
+    if (chooses && d->warp == 0) s.told = mk_schedule_sure(d->sh, mk_stats_token(&s, in->sample.vocab), d->lane);
 #pragma unroll 1
-    for (uint32_t n = PER; n--;) {
+    for (uint32_t n = 0; n < slices; n += MK_COMPUTE) {
         s.sum = __fadd_rn(s.sum, mk_stats_rebase(__uint_as_float(q[0].z), __uint_as_float(q[0].x), s.max));
 #pragma unroll
         for (uint32_t k = 0; k + 1 < PER; k++) q[k].x = q[k + 1].x, q[k].z = q[k + 1].z;
     }
-    float own = s.max;
-    mk_stats_greatest<16>(&s);
-    s.sum = mk_warp_sum(mk_stats_rebase(s.sum, own, s.max));
-    if (d->lane == 0) warps[d->warp] = s;
+    s.sum = mk_warp_sum(s.sum);
+    if (d->lane == 0) warps[d->warp].sum = s.sum;
     mk_sync();
-    s = warps[d->lane % MK_WARPS];
-    own = s.max;
-    mk_stats_greatest<MK_WARPS / 2>(&s);
-    s.sum = mk_stats_rebase(s.sum, own, s.max);
+    s.sum = warps[d->lane % MK_WARPS].sum;
 #pragma unroll
     for (int k = MK_WARPS / 2; k; k >>= 1) s.sum += __shfl_xor_sync(0xffffffffu, s.sum, k);
     return s;
@@ -741,14 +751,14 @@ MK_DEV void mk_sample_greedy_run(const mk_dev *d)
     for (uint32_t i = MK_FIRST_TURN; i <= nrows; i++) {
         const uint32_t r = i ? i - 1 : 0;
         if (!(d->step->row[r].flags & MK_ROW_SAMPLE)) continue;
-        const mk_stats t = mk_stats_merge(d->in, r, merged++ & 1, i != 0);
+        const mk_stats t = mk_stats_merge(d->in, r, merged++ & 1, i != 0, true);
         if (i == 1) mk_trace_input(d);
         if (i == 0 && d->warp == 0) mk_schedule_dress(d->sh, d->lane);
         if (d->tid == 0) {
-            out->token[r] = t.best < s->vocab ? t.best : 0;
+            out->token[r] = mk_stats_token(&t, s->vocab);
             out->logprob[r] = mk_sample_logprob(t.max, &t);
+            if (t.told) mk_schedule_tell(d->sh, out->token[r], out->logprob[r]);
         }
-        if (i && d->warp == 0) mk_schedule_sure(d->sh, t.best < s->vocab ? t.best : 0, d->lane);
     }
 }
 
@@ -789,7 +799,7 @@ MK_DEV void mk_sample_run(const mk_dev *d)
         if (i == 1 && (look || score)) mk_bulk_wait(d, &d->in->wait[1]);
         const bool draws = i && (row->flags & (MK_ROW_SAMPLE | MK_ROW_GREEDY)) == MK_ROW_SAMPLE && x->sampling[r].temperature > 0.0f;
         if (!(row->flags & (MK_ROW_SAMPLE | MK_ROW_SCORE)) || (s->helper && !draws)) continue;
-        const mk_stats t = mk_stats_merge(d->in, r, merged++ & 1, i != 0);
+        const mk_stats t = mk_stats_merge(d->in, r, merged++ & 1, i != 0, false);
         if (!i) {
             if (d->warp == 0) mk_schedule_dress(d->sh, d->lane);
             continue;
@@ -808,7 +818,7 @@ MK_DEV void mk_sample_run(const mk_dev *d)
             out->logprob[r] = mk_sample_logprob(row->flags & MK_ROW_SAMPLE ? x->logit : __ldcg(logits + token), &t);
         }
         __syncwarp();
-        if (out && d->warp == 0) mk_schedule_sure(d->sh, out->token[r], d->lane);
+        if (out && d->warp == 0 && mk_schedule_sure(d->sh, out->token[r], d->lane) && d->lane == 0) mk_schedule_tell(d->sh, out->token[r], out->logprob[r]);
     }
 }
 

@@ -2,7 +2,10 @@
  *
  * A look across the bus takes longer than deciding. While a step runs, a warp of its own, the courier, looks; what it brings SCHEDULE finds in shared memory. When there is
  * nothing to do SCHEDULE takes the bus over and looks itself: from an idle machine to the first instruction there is one way across the bus, and nobody to hand over
- * to. Whatever else SCHEDULE needs comes with the entry, the looks or the step before. */
+ * to. Whatever else SCHEDULE needs comes with the entry, the looks or the step before.
+ *
+ * While one stream generates, nobody waits for SCHEDULE: the next step is told before its token is chosen (mk_schedule_dress), SAMPLE tells that one (mk_schedule_sure), the controller passes SCHEDULE
+ * over, and the scout does what it would have done (mk_schedule_conclude) while all workers are at the next step. */
 #ifndef MK_SCHEDULE_CUH
 #define MK_SCHEDULE_CUH
 
@@ -255,9 +258,8 @@ MK_DEV bool mk_schedule_short(mk_sched *s, const mk_submit *e, uint4 *ring, mk_t
     return true;
 }
 
-/* Composes and publishes the next step, waiting for the host as long as there is nothing to do. By one warp; go (lane 0): not aborted. dress: a rehearsal with this, and no more. token: the step's before,
- * if it is sure what comes behind it. */
-MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress, uint32_t token)
+/* Composes and publishes the next step, waiting for the host as long as there is nothing to do. By one warp; go (lane 0): not aborted. dress: a rehearsal with this, and no more. */
+MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress)
 {
     mk_shared *sh = mk_sh();
     const mk_gpu_args *a = &sh->args;
@@ -265,17 +267,6 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress, uint32_t 
     volatile uint32_t *beat = (volatile uint32_t *)a->heartbeat;
     const uint32_t submit_next = own->submit_next;
     if (!__shfl_sync(0xffffffffu, go, 0)) return;
-    if (!dress && own->sure == MK_SURE) { /* the others are at it */
-        __syncwarp();
-        if (lane) return;
-        own->taken = mk_flag_get(&sh->taken);
-        mk_fence_cta();
-        own->sure = MK_NOT_SURE;
-        mk_sched_follow(own, &sh->step.row[0], token, mk_now());
-        mk_flag_set(&sh->published, own->next.seq + 1);
-        beat[MK_BEAT_EVENTS] = own->event_next;
-        return;
-    }
     enum { AT_ONCE, REHEARSE, TAKE_OVER, WAIT };
     mk_looker l = mk_looker_new(a, own);
     bool idle = false;
@@ -338,8 +329,9 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress, uint32_t 
         if (dress) return;
         if (pass == REHEARSE) continue;
         if (lane) return;
-        s->sure = MK_NOT_SURE;
+        s->sure = 0;
         mk_flag_set(&sh->published, s->next.seq + 1);
+        mk_flag_set(&sh->told, s->next.seq); /* so that it is never one of long ago */
         if (pass >= TAKE_OVER) mk_bus_give(sh, &l);
         break;
     }
@@ -348,41 +340,57 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress, uint32_t 
     beat[MK_BEAT_STREAMS] = own->n_active;
 }
 
-/* Behind a step everybody waits for SCHEDULE, and what runs once a step comes from L2, line after line. So it is rehearsed while SAMPLE waits, in the staging area, with what SCHEDULE knows and a
- * token that nobody has. No more of it than will be run: it takes the place of the first layer's code, in the cache of all SMs of its GPC. */
+/* Whether a sweep of the exchange (below) is due before step `next`. */
+MK_DEV bool mk_schedule_sweeps(const mk_shared *sh, uint32_t next)
+{
+    return !(next % sh->args.sweep) || sh->sweep_due;
+}
+/* Whether a step is still to be concluded. */
+MK_DEV bool mk_schedule_pending(const mk_shared *sh)
+{
+    const uint32_t told = mk_flag_get(&sh->told);
+    return told == mk_flag_get(&sh->published);
+}
+/* Until none is. By one warp; false: aborted. */
+MK_DEV bool mk_schedule_concluded(const mk_shared *sh)
+{
+    bool on = true;
+    for (uint32_t n = 1; MK_NEAR && on && mk_schedule_pending(sh); n++)
+        if (!(n & 63u)) on = !mk_load_relaxed(sh->args.abort);
+    mk_fence_cta();
+    return __all_sync(0xffffffffu, on);
+}
+/* While SAMPLE waits, by one warp: where it is sure what comes behind the step, that is told, but for the token. Else everybody will wait for SCHEDULE, and what runs once a step comes from L2, line after
+ * line: so it is rehearsed, in the staging area, with what SCHEDULE knows and a token that nobody has. That is where all rows are of streams that generate (a test's are of none), and no append is under
+ * way: what SCHEDULE does then moves its marks, which are not copied. */
 typedef struct mk_dress {
     mk_sched s;
     mk_sched_slot st[MK_NEAR_SLOTS];
     uint32_t active[MK_NEAR_SLOTS];
     mk_sampled sampled;
 } mk_dress;
-/* Whether a sweep of the exchange (below) is due before step `next`. */
-MK_DEV bool mk_schedule_sweeps(const mk_shared *sh, uint32_t next)
-{
-    return !(next % sh->args.sweep) || sh->sweep_due;
-}
-/* Whether what comes behind the step is sure, if the token does not end the generation: of a step of one row another one of the same stream, whose finish has been rehearsed, and nothing else. All lanes. */
-MK_DEV bool mk_schedule_is_sure(mk_shared *sh, const mk_dress *r, uint32_t lane)
-{
-    const mk_sched *s = &sh->sched;
-    const mk_row *row = &sh->step.row[0];
-    const uint32_t seq = sh->step.seq + 1, slot = lane < s->n_active ? r->active[lane % MK_NEAR_SLOTS] : row->slot;
-    const mk_sched_slot *t = &r->st[slot]; /* a lane a stream */
-    const bool one = sh->step.nrows == 1 && row->flags & MK_ROW_SAMPLE && !s->hang && !s->stop && mk_flag_get(&sh->submitted) == s->submit_next &&
-                     mk_sched_event_room(s) >= 2 * MK_MAX_ROWS * MK_SCHED_EVENTS && !mk_schedule_sweeps(sh, seq);
-    return __all_sync(0xffffffffu, one && (slot == row->slot ? mk_sched_goes_on(t) : mk_sched_rests(t)));
-}
-/* By one warp. Where all rows are of streams that generate (a test's are of none), and no append is under way: what SCHEDULE does then moves its marks, which are not copied. */
 MK_CALL void mk_schedule_dress(mk_shared *sh, uint32_t lane)
 {
 #if MK_NEAR
+    if (!mk_schedule_concluded(sh)) return;
+    mk_sched *own = &sh->sched;
     mk_dress *r = (mk_dress *)sh->staging;
-    const uint32_t slots = sh->sched.n_slots;
+    const uint32_t slots = own->n_slots;
     const mk_sched_slot *t = sh->st + lane % MK_NEAR_SLOTS;
     const uint32_t slot = sh->step.row[lane % MK_MAX_ROWS].slot;
     const bool strange = lane < sh->step.nrows && (slot >= min(slots, MK_NEAR_SLOTS) || !sh->st[slot].open || !sh->st[slot].gen);
     if (slots > MK_NEAR_SLOTS || __any_sync(0xffffffffu, strange || (lane < slots && t->n_append))) return;
-    for (uint32_t k = lane; k < sizeof r->s / 4; k += 32) ((uint32_t *)&r->s)[k] = ((const uint32_t *)&sh->sched)[k];
+    const uint32_t seq = own->step + 1;
+    if (__all_sync(0xffffffffu, mk_sched_sure(own, mk_flag_get(&sh->submitted), lane) && !mk_schedule_sweeps(sh, seq))) {
+        if (lane == 0) {
+            mk_sched_next_step(own, seq, 0, &r->s.next);
+            own->sure = 1;
+        }
+        __syncwarp();
+        mk_step_publish(&r->s.next, mk_step_at(sh->args.step_ring, seq), MK_TELL_EARLY, lane);
+        return;
+    }
+    for (uint32_t k = lane; k < sizeof r->s / 4; k += 32) ((uint32_t *)&r->s)[k] = ((const uint32_t *)own)[k];
     for (uint32_t k = lane; k < slots * sizeof *r->st / 4; k += 32) ((uint32_t *)r->st)[k] = ((const uint32_t *)sh->st)[k];
     if (lane < slots) r->active[lane] = sh->active[lane];
     if (lane < MK_MAX_ROWS) r->sampled.token[lane] = 0xffffffffu, r->sampled.logprob[lane] = 0;
@@ -397,37 +405,51 @@ MK_CALL void mk_schedule_dress(mk_shared *sh, uint32_t lane)
         mk_schedule_finish(&r->s, &sh->step, &r->sampled);
     }
     __syncwarp();
-    if (mk_schedule_is_sure(sh, r, lane)) {
-        if (lane == 0) {
-            mk_sched_follow(&r->s, &sh->step.row[0], r->sampled.token[0], 0);
-            r->s.next.trace = mk_sched_next_trace(&sh->sched);
-            sh->sched.sure = MK_SURE_BUT_TOKEN;
-        }
-        __syncwarp();
-        mk_step_publish(&r->s.next, mk_step_at(sh->args.step_ring, r->s.next.seq), MK_TELL_EARLY, lane);
-    } else {
-        mk_schedule_next(lane, true, &r->s, 0);
-    }
+    mk_schedule_next(lane, true, &r->s);
     __syncwarp();
 #endif
 }
-/* By the warp that has rehearsed, when the step's token is chosen: its own row's, of a step of one. */
-MK_DEV void mk_schedule_sure(mk_shared *sh, uint32_t token, uint32_t lane)
+/* By the same warp, when the token is chosen: true: the next step begins. */
+MK_DEV bool mk_schedule_sure(mk_shared *sh, uint32_t token, uint32_t lane)
 {
 #if MK_NEAR
     mk_sched *s = &sh->sched;
     const mk_row *row = &sh->step.row[0];
-    if (s->sure != MK_SURE_BUT_TOKEN) return;
+    if (!s->sure) return false;
     const mk_sched_slot *t = &sh->st[row->slot];
-    if (__any_sync(0xffffffffu, lane < t->n_stop && s->rest[row->slot].stop[lane % MK_MAX_STOP] == token)) return;
+    if (__any_sync(0xffffffffu, lane < t->n_stop && s->rest[row->slot].stop[lane % MK_MAX_STOP] == token)) return false;
     __syncwarp();
-    if (lane) return;
+    if (lane) return true;
     mk_row next;
     mk_sched_next_row(t, row, token, &next);
     const uint32_t seq = sh->step.seq + 1;
     mk_packet_store(mk_step_at(sh->args.step_ring, seq) + MK_TOKEN_PACKET, next.token, next.pos, next.flags, seq + 1);
-    s->sure = MK_SURE;
+    s->sure = 0;
+    return true;
+#else
+    return false;
 #endif
+}
+/* Then, by one lane: for what else is to be told and to be remembered nobody waits. The scout sees to it, while the compute warps are at the next step as all others' are. */
+MK_DEV void mk_schedule_tell(mk_shared *sh, uint32_t token, float logprob)
+{
+    sh->chosen.token = token;
+    sh->chosen.logprob = logprob;
+    mk_fence_cta();
+    mk_flag_set(&sh->told, sh->step.seq + 1);
+}
+/* By one lane of the scout, if a step is pending: what SCHEDULE would have done. */
+MK_CALL void mk_schedule_conclude(mk_shared *sh)
+{
+    mk_sched *s = &sh->sched;
+    volatile uint32_t *beat = (volatile uint32_t *)sh->args.heartbeat;
+    mk_fence_cta();
+    s->taken = mk_flag_get(&sh->taken);
+    mk_sched_follow(s, sh->chosen.token, sh->chosen.logprob, mk_now());
+    beat[MK_BEAT_STEPS] = s->step;
+    beat[MK_BEAT_EVENTS] = s->event_next;
+    mk_fence_cta();
+    mk_flag_set(&sh->published, s->next.seq + 1);
 }
 static_assert(MK_MAX_STOP <= 32, "a stop id a lane");
 
@@ -457,23 +479,24 @@ MK_DEV void mk_schedule_handed_over(void)
 
 MK_DEV void mk_schedule_run(const mk_dev *d)
 {
+    mk_shared *sh = d->sh;
     mk_schedule_sweep(d);
     mk_sync(); /* the staging area is free */
     if (d->warp != 0) {
         mk_schedule_handed_over();
         return;
     }
-    const bool go = d->lane == 0 && !mk_load_relaxed(d->a->abort);
+    const bool on = mk_schedule_concluded(sh), go = d->lane == 0 && on && !mk_load_relaxed(d->a->abort);
     if (go) {
         const mk_sampled *m = (const mk_sampled *)mk_local_at(d, d->in->wait[0].vec);
-        mk_sched *s = mk_schedule_state(d->sh);
+        mk_sched *s = mk_schedule_state(sh);
         mk_schedule_finish(s, d->step, m);
         ((volatile uint32_t *)d->a->heartbeat)[MK_BEAT_STEPS] = s->step;
     }
     __syncwarp();
     mk_trace_publish(d);
     mk_trace_end(d);
-    mk_schedule_next(d->lane, go, 0, ((const mk_sampled *)mk_local_at(d, d->in->wait[0].vec))->token[0]);
+    mk_schedule_next(d->lane, go, 0);
     mk_schedule_handed_over();
 }
 

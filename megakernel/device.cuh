@@ -431,7 +431,7 @@ typedef struct mk_shared {
     uint64_t aside_full, aside_done;
     volatile uint32_t logits[4]; /* of step s, in [s & 3]: (s + 1) * 2 + any_logits */
     uint32_t draw_met;           /* meetings so far */
-    volatile uint32_t leave;     /* loader, courier: stop */
+    volatile uint32_t leave;     /* loader, courier, scout: stop */
     /* SCHEDULE's worker */
     volatile uint32_t submitted, taken; /* what has been seen of the host: entries, events taken */
     volatile uint32_t bus;              /* enum mk_bus: who looks */
@@ -442,6 +442,10 @@ typedef struct mk_shared {
     mk_sched_slot st[MK_NEAR_SLOTS]; /* where there are no more than that; else they are in device memory */
     uint32_t active[MK_NEAR_SLOTS];
     mk_submit near_entry;
+    struct { /* what the scout concludes it with */
+        uint32_t token;
+        float logprob;
+    } chosen;
     /* for the controller, who watches over the waits of hot loops */
     alignas(16) uint4 waiting[MK_THREADS / 32]; /* packet that a warp waits for: wait + 1 (0: none), row, packet, what is there */
     volatile uint32_t current;           /* instructions begun * 2, less 1 while one is under way */
@@ -449,6 +453,7 @@ typedef struct mk_shared {
     volatile uint32_t aborted;
     volatile uint32_t streamed;          /* for the scout: where the loader is in the tapes, in units of 256 bytes */
     volatile uint32_t attended;          /* GQA_PARTIALs that this worker has signalled */
+    volatile uint32_t told;              /* SCHEDULE's worker: steps that are over, as far as others know. As many as are published: the newest is still to be concluded */
     volatile uint32_t cached[4][3];      /* for the loader, of step s in [s & 3], when logits say so: position of its only row (MK_NO_CACHE: it has several), slot, mk_step.seq */
 } mk_shared;
 #define MK_NO_CACHE 0xffffffffu

@@ -5,7 +5,7 @@
  *   loader       streams weights into the ring in the queue's order, over instruction, layer and step boundaries: the worker's tape, and, when a layer's route is known, the chosen
  *                experts' slices; and among them, in a step of one row, pages of a cache
  *   courier      on SCHEDULE's worker: looks for what the host says (instructions/schedule.cuh)
- *   scout        brings weights into L2 for which the ring has no room yet, behind attention
+ *   scout        brings weights into L2 for which the ring has no room yet, behind attention; on SCHEDULE's worker it concludes steps behind which another one is under way
  *   aside        four warps for what is done beside the queue (instructions/aside.cuh)
  *
  * On abort every wait falls through; the compute warps finish what they were fed (with what is there: rows of an aborted step are void)
@@ -141,7 +141,7 @@ MK_DEV void compute(const mk_gpu_args *a)
 {
     /* The worker that schedules also opens: its queue ends with SCHEDULE. */
     if (!MK_ONE_STEP && schedules(a)) {
-        if (threadIdx.x < 32) mk_schedule_next(threadIdx.x, true, 0, 0);
+        if (threadIdx.x < 32) mk_schedule_next(threadIdx.x, true, 0);
         mk_schedule_handed_over();
     }
 
@@ -206,6 +206,7 @@ MK_DEV bool step_receive(const mk_gpu_args *a, mk_shared *sh, uint32_t seq, uint
             if (all <= packets && (again || !instead)) break;
             packets = max(packets, all);
             if (instead) __threadfence(); /* the token's packet came behind the others */
+            __syncwarp();
             again = instead;
             continue;
         }
@@ -382,12 +383,12 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, 
     return true;
 }
 
-/* An instruction that nobody is fed: its increment and, when the step is traced, a record of no length. Lane 0.
+/* An instruction that nobody is fed: its increment, if it has one, and, when the step is traced, a record of no length. Lane 0.
  * What the validator proves of the reuse of buffers holds all the same. A partial without an item has read nothing; what its worker did before, somebody with an item waits
  * for, because every row of a layer's queries, keys and values is some item's. A COMBINE without work has read nothing, and who waits for its output waits for all items. */
 MK_DEV void pass_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f)
 {
-    if ((f->place.run & ~MK_TRACED) != MK_ONE_NONE) atomicAdd(a->counter + sh->vec[f->in.signal_vec].counter, 1u);
+    if (f->in.signal_vec != MK_NONE && (f->place.run & ~MK_TRACED) != MK_ONE_NONE) atomicAdd(a->counter + sh->vec[f->in.signal_vec].counter, 1u);
     const uint32_t trace = sh->step.trace;
     if (__builtin_expect(!trace, 1)) return;
     const uint64_t now = mk_now();
@@ -467,6 +468,16 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             address(a, sh, f, lane);
             __syncwarp();
             const uint32_t run = f->place.run & ~MK_TRACED;
+            if (MK_NEAR && own && run == MK_OP_SCHEDULE && sh->step.nrows == 1 && sh->step.row[0].flags & MK_ROW_SAMPLE) {
+                leave = await_slot(a, sh, &watch, fed - 1, 0, HEEDS, lane);
+                if (leave) break;
+                if (mk_flag_get(&sh->told) == sh->step.seq + 1) { /* by SAMPLE; the scout does the rest */
+                    if (lane == 0) pass_over(a, sh, f);
+                    fed--;
+                    __syncwarp();
+                    continue;
+                }
+            }
             uint32_t rest = run - MK_ONE_COUNT;
             mk_keep(&rest); /* else a table of jumps */
             if (rest <= MK_ONE_NONE - MK_ONE_COUNT && (rest - 1 > 1 || !attention_ahead(a, sh, slot, lane))) { /* nothing to do */
@@ -851,14 +862,19 @@ MK_DEV uint32_t scout_line(const uint8_t *at, uint32_t lane)
 }
 /* Behind attention a COMBINE, a small product and three exchanges stand before the longest segment of a dense layer: the ring is full, and memory idles. So when this worker has signalled its
  * partials, what the loader will ask for when it has emptied the ring once is brought into L2, from where it comes three times as fast. Not sooner: what is signalled while it is on its way
- * comes later by 0.8 us; and as fast as an SM gets from memory, no faster, for others' packets stand behind it. All lanes. */
+ * comes later by 0.8 us; and as fast as an SM gets from memory, no faster, for others' packets stand behind it. SCHEDULE's worker has a scout in any program, for what it has been told to conclude
+ * (instructions/schedule.cuh). All lanes. */
 MK_DEV void scout(const mk_gpu_args *a, mk_shared *sh, uint32_t lane)
 {
     constexpr uint32_t PIECE = 32 * 256, CLOCKS = 880; /* of two pieces: 33 bytes a nanosecond and more */
     static_assert(MK_SCOUT_BYTES % (2 * PIECE) == 0, "nothing beyond what the host has put behind the tapes");
     uint32_t attended = 0, words = 0;
-    if (!a->ahead) return;
+    if (!a->ahead && !schedules(a)) return;
     while (!sh->leave) {
+        if (mk_schedule_pending(sh)) {
+            if (lane == 0) mk_schedule_conclude(sh);
+            __syncwarp();
+        }
         const uint32_t now = mk_flag_get(&sh->attended);
         if (now == attended) {
             __nanosleep(40);
@@ -925,6 +941,7 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
         sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->sweep_due = sh->draw_met = sh->current = sh->aborted = sh->streamed = sh->attended = 0;
+        sh->told = 0xffffffffu; /* no step */
         sh->stage_kind = MK_FAULT_TAPE;
         memset(sh->waiting, 0, sizeof sh->waiting);
         sh->trace.on = sh->trace.weights = 0;

@@ -9,7 +9,8 @@
  * across the bus takes longer than deciding, a warp of its own looks all the time (instructions/schedule.cuh). Everything else that the host says comes with
  * the entries; only tokens of long appends are looked up in the log, all of a step's at once.
  *
- * On a GPU the step behind one of one row may be sure but for its token, and is then begun when that is chosen (mk_sched_follow): what the host has said since the last look before waits for the step behind it.
+ * On a GPU the step behind one of one row may be sure but for its token (mk_sched_sure), and is then begun when that is chosen (mk_sched_follow): what the host has said since the last look before waits for the
+ * step behind it.
  *
  * The host clears a slot's cancel word before it submits the slot's next entry, so a taken entry clears the word here: what an earlier look has seen is older than
  * the entry. Later looks bring what the host has said since. */
@@ -134,9 +135,6 @@ typedef struct mk_sched_slot {
     uint32_t scores, pad;                  /* scores: some append wants logprobs */
 } mk_sched_slot;
 
-/* How far the next step is told before SCHEDULE composes it: not at all; but for its token; and that, too. */
-enum mk_sure { MK_NOT_SURE, MK_SURE_BUT_TOKEN, MK_SURE };
-
 typedef struct mk_sched {
     /* shared with the host */
     mk_submit *submit;    /* [MK_SUBMIT_RING]; GPU: in device memory, where the looks put what they bring */
@@ -160,7 +158,7 @@ typedef struct mk_sched {
     uint32_t in_log;  /* of the next step's rows: bit r: its token, bit MK_MAX_ROWS + r: its target is still to be looked up */
     uint32_t hang, hang_step; /* fault injection: mk_step.hang of that step */
     uint32_t stalled; /* compose could not go on for want of event-ring space */
-    uint32_t sure;    /* GPU: enum mk_sure */
+    uint32_t sure;    /* GPU: the next step is told already, but for its token */
     mk_step next;
 } mk_sched;
 
@@ -538,8 +536,21 @@ MK_SCHED_FN void mk_sched_short_step(mk_sched *s, const mk_submit *e, uint32_t r
     if (generates) mk_sched_sampling(s, e);
 }
 
-/* While one stream generates and nothing else is to do, what comes behind a step is known before its token is, unless that ends the generation: a row like this one. token: what this one's logits
- * have chosen; of a pinned stream no matter. */
+/* While one stream generates and nothing else is to do, what comes behind a step is known before its token is, unless that ends the generation: a row like this one. The step under way is s->next.
+ * Whether stream k of the list leaves it so, as far as is known: the row's own has another one to come, any other has none; nothing has been submitted since, no hang is to be injected, and there is
+ * room for the events of both steps. */
+MK_SCHED_FN uint32_t mk_sched_sure(const mk_sched *s, uint32_t submitted, uint32_t k)
+{
+    const mk_row *row = &s->next.row[0];
+    if (s->next.nrows != 1 || !(row->flags & MK_ROW_SAMPLE) || s->hang || s->stop || submitted != s->submit_next) return 0;
+    if (mk_sched_event_room(s) < 2 * MK_MAX_ROWS * MK_SCHED_EVENTS) return 0;
+    if (k >= s->n_active) return 1;
+    const mk_sched_slot *t = &s->st[s->active[k]];
+    if (t->n_append) return 0;
+    if (s->active[k] != row->slot) return !t->gen && t->pos + 1 >= t->len;
+    return t->gen && !mk_look_load(&t->cancel) && t->pos + 1 == t->len && t->left > 1 && t->len + 1 < t->context && t->published + 1 < mk_look_load64(&t->credits);
+}
+/* Then it is, as number seq (`d` may be s->next). token: what this one's logits have chosen; of a pinned stream no matter. */
 MK_SCHED_FN void mk_sched_next_row(const mk_sched_slot *t, const mk_row *row, uint32_t token, mk_row *next)
 {
     *next = *row;
@@ -550,35 +561,33 @@ MK_SCHED_FN void mk_sched_next_row(const mk_sched_slot *t, const mk_row *row, ui
         next->pos++;
     next->flags &= MK_ROW_LOGITS | MK_ROW_SAMPLE | MK_ROW_GREEDY;
 }
-/* After mk_sched_finish: of the stream whose row that was, whether it has another one to come; of any other, whether it has none. The step before had one row, nothing has been submitted since, no hang is
- * to be injected, and there is room for the events of a step: then mk_sched_follow makes the step that mk_sched_compose would. */
-MK_SCHED_FN uint32_t mk_sched_goes_on(const mk_sched_slot *t)
+MK_SCHED_FN void mk_sched_next_step(const mk_sched *s, uint32_t seq, uint32_t token, mk_step *d)
 {
-    return t->gen && !t->n_append && !t->cancel && t->pos + 1 == t->len && t->published < t->credits;
+    const mk_row *row = &s->next.row[0];
+    mk_sched_next_row(&s->st[row->slot], row, token, &d->row[0]);
+    d->seq = seq;
+    d->nrows = d->any_logits = 1;
+    d->trace = s->trace_at < s->trace_steps ? s->trace_tag << 16 | (s->trace_at + 1) : 0;
+    d->hang = 0;
 }
-MK_SCHED_FN uint32_t mk_sched_rests(const mk_sched_slot *t)
+/* And what mk_sched_finish and mk_sched_compose would do, if the token does not end the generation. What the host has said since waits for the step behind it. */
+MK_SCHED_FN void mk_sched_follow(mk_sched *s, uint32_t token, float logprob, uint64_t now)
 {
-    return !t->gen && !t->n_append && t->pos + 1 >= t->len;
-}
-/* Whether it is traced, and as which step: mk_step.trace. */
-MK_SCHED_FN uint32_t mk_sched_next_trace(const mk_sched *s)
-{
-    return s->trace_at < s->trace_steps ? s->trace_tag << 16 | (s->trace_at + 1) : 0;
-}
-/* The step behind that of a stream's only row is s->next; what the host has said since waits for the one behind it. */
-MK_SCHED_CALL void mk_sched_follow(mk_sched *s, const mk_row *row, uint32_t token, uint64_t now)
-{
-    mk_step *d = &s->next;
-    mk_sched_slot *t = &s->st[row->slot];
+    const uint32_t slot = s->next.row[0].slot;
+    mk_sched_slot *t = &s->st[slot];
+    t->pos++;
+    t->last = token;
+    t->last_pos = t->len++;
+    t->produced++;
+    t->published++;
+    t->left--;
+    mk_sched_emit(s, slot, MK_EV_TOKEN, t->last_pos, token, logprob, 0, t->produced, t->gen_tag, now);
+    s->step++;
     s->stalled = s->in_log = 0;
     if (s->trace_steps && s->trace_at == s->trace_steps) mk_sched_traced(s, now);
-    mk_sched_next_row(t, row, token, &d->row[0]);
+    mk_sched_next_step(s, s->step, token, &s->next);
     t->pin_count += t->pin != 0;
-    d->seq = s->step;
-    d->nrows = d->any_logits = 1;
-    d->trace = mk_sched_next_trace(s);
-    s->trace_at += d->trace != 0;
-    d->hang = 0;
+    s->trace_at += s->next.trace != 0;
 }
 
 /* Composes the next step into s->next; nrows = 0 when there is nothing to do (s->stop: leave). Room for events is reserved before anything is published. */

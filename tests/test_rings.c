@@ -458,21 +458,8 @@ typedef struct known {
 } known;
 #define COPY(to, from) (memcpy(&(to)->s, &(from)->s, sizeof (to)->s), memcpy((to)->st, (from)->st, sizeof (to)->st), memcpy((to)->rest, (from)->rest, sizeof (to)->rest), memcpy((to)->active, (from)->active, sizeof (to)->active))
 
-/* The step that comes behind one whose row is `row`, as the device tells it before it knows the token: of a rehearsal (instructions/schedule.cuh, mk_schedule_dress). */
-static mk_step early(mk_row row)
-{
-    static known was;
-    COPY(&was, g);
-    g->s.trace_steps = g->s.trace_at = 0;
-    finish(0xffffffffu);
-    mk_sched_follow(&g->s, &row, 0xffffffffu, 0);
-    mk_step step = g->s.next;
-    COPY(g, &was);
-    step.trace = mk_sched_next_trace(&g->s);
-    return step;
-}
-
-/* The step behind one of one row, where it is sure but for its token: the one that composing gives, with all that is known and told afterwards; and the one that was told early. */
+/* The step behind one of one row, where it is sure but for its token: as it is told before the token is known, and as it follows, with all that is known and told afterwards, it is what finishing
+ * and composing give. */
 static void follows(void **state)
 {
     (void)state;
@@ -489,33 +476,34 @@ static void follows(void **state)
         }
         const mk_row row = g->s.next.row[0];
         const uint32_t one = g->s.next.nrows == 1 && row.flags & MK_ROW_SAMPLE, token = rnd(100);
-        mk_step told_early = one ? early(row) : g->s.next;
-        if (g->s.next.nrows) finish(token);
         if (!g->s.next.nrows || !rnd(4)) put_any(rnd(SLOTS));
         mk_sched_look(&g->s);
         mk_sched_look_words(&g->s);
-        uint32_t follow = one && !g->s.hang && !g->s.stop && g->s.submitted == g->s.submit_next && mk_sched_event_room(&g->s) >= 2 * MK_MAX_ROWS * MK_SCHED_EVENTS;
-        for (uint32_t k = 0; k < g->s.n_active; k++) {
-            const uint32_t i = g->s.active[k];
-            follow &= i == row.slot ? mk_sched_goes_on(&g->st[i]) : mk_sched_rests(&g->st[i]);
-        }
+        uint32_t follow = one;
+        for (uint32_t k = 0; k <= g->s.n_active; k++) follow &= mk_sched_sure(&g->s, g->s.submitted, k);
+        const uint32_t *stop = g->rest[row.slot].stop;
+        for (uint32_t k = 0; follow && k < g->st[row.slot].n_stop; k++) follow &= stop[k] != token;
         if (!follow) {
             not_sure += one;
+            if (g->s.next.nrows) finish(token);
             compose();
             continue;
         }
         const uint32_t first = g->s.event_next, trace = g->s.trace_steps;
+        mk_step early = g->s.next;
+        mk_sched_next_step(&g->s, g->s.step + 1, 0, &early);
+        if (!g->st[row.slot].pin) early.row[0].token = token;
         COPY(&was, g);
-        mk_sched_follow(&g->s, &row, token, 0);
+        mk_sched_follow(&g->s, token, 0, 0);
         COPY(&is, g);
         for (uint32_t k = 0; k < 4; k++) told[k] = g->event[(first + k) % MK_EVENT_RING];
         COPY(g, &was);
+        finish(token);
         compose();
         assert_memory_equal(&is.s, &g->s, sizeof is.s);
         assert_memory_equal(is.st, g->st, sizeof is.st);
         assert_memory_equal(is.rest, g->rest, sizeof is.rest);
-        if (!g->st[row.slot].pin) told_early.row[0].token = token;
-        assert_memory_equal(&told_early, &g->s.next, offsetof(mk_step, row[1]));
+        assert_memory_equal(&early, &g->s.next, offsetof(mk_step, row[1]));
         for (uint32_t k = 0; k < g->s.event_next - first; k++) assert_memory_equal(&told[k], &g->event[(first + k) % MK_EVENT_RING], sizeof *told);
         sure++;
         others += g->s.n_active > 1;
