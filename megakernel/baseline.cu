@@ -20,7 +20,7 @@ static __global__ void first_step(const __grid_constant__ mk_gpu_args a)
 {
     if (threadIdx.x == 0) mk_sh()->args = a;
     __syncwarp();
-    mk_schedule_next(threadIdx.x, true, 0, 0);
+    mk_schedule_next(threadIdx.x, true, 0);
 }
 
 static int fail(mk_err *err, cudaError_t e, const char *what)

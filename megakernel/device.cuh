@@ -21,7 +21,8 @@
 #define MK_WARP_ASIDE     (MK_WARPS + 4) /* the first of those that do GEMVs aside: aside.cuh */
 #define MK_ASIDES         4u
 #define MK_THREADS        (MK_COMPUTE + (4 + MK_ASIDES) * 32)
-/* Registers of a thread, together all that an SM has. nvcc keeps a role to them, but not the functions that it calls: mk_schedule_next, the courier's, uses 97 */
+/* Registers of a thread, together all that an SM has. ptxas ignores setmaxnreg, and says so in a line of information only, where a function
+ * that a role calls needs more than that role keeps: mk_schedule_next and what it calls use 116, so that is for compute warps alone (tests/test_descriptor.sh). */
 #define MK_REGS_COMPUTE   168
 #define MK_REGS_HELPER    104
 #define MK_REGS_ASIDE     72
