@@ -710,8 +710,8 @@ MK_DEV mk_sampling mk_sampling_of(const mk_gpu_args *a, uint32_t slot)
 }
 static_assert(sizeof(mk_sampling) == 32, "two loads");
 
-/* The worker that schedules has time until the statistics are there (planner_layers.c, spare_scheduler): turn 0 of its SAMPLE is for the code's sake, with the first row as it is, and SCHEDULE's comes behind
- * it (mk_schedule_dress). Between kernels there is nothing to wait for. */
+/* The worker that schedules has time until the statistics are there (planner_layers.c, spare_scheduler): turn 0 of its SAMPLE is for the code's sake, with the first row as it is, and behind it the next step is
+ * told or SCHEDULE rehearsed (mk_schedule_dress). Between kernels there is nothing to wait for. */
 #ifdef MK_PHASED
 #define MK_FIRST_TURN 1u
 #else

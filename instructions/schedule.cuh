@@ -1,4 +1,4 @@
-/* SCHEDULE on the device: one thread of one worker. The rules are megakernel/schedule.h, the same source as the twin's.
+/* SCHEDULE on the device: one thread of one worker, or of its scout. The rules are megakernel/schedule.h, the same source as the twin's.
  *
  * A look across the bus takes longer than deciding. While a step runs, a warp of its own, the courier, looks; what it brings SCHEDULE finds in shared memory. When there is
  * nothing to do SCHEDULE takes the bus over and looks itself: from an idle machine to the first instruction there is one way across the bus, and nobody to hand over
@@ -331,7 +331,7 @@ MK_CALL void mk_schedule_next(uint32_t lane, bool go, mk_sched *dress)
         if (lane) return;
         s->sure = 0;
         mk_flag_set(&sh->published, s->next.seq + 1);
-        mk_flag_set(&sh->told, s->next.seq); /* so that it is never one of long ago */
+        mk_flag_set(&sh->told, s->next.seq - 1); /* so that it is never one of long ago; nor, in whatever order the two are read, what is published */
         if (pass >= TAKE_OVER) mk_bus_give(sh, &l);
         break;
     }
@@ -348,14 +348,13 @@ MK_DEV bool mk_schedule_sweeps(const mk_shared *sh, uint32_t next)
 /* Whether a step is still to be concluded. */
 MK_DEV bool mk_schedule_pending(const mk_shared *sh)
 {
-    const uint32_t told = mk_flag_get(&sh->told);
-    return told == mk_flag_get(&sh->published);
+    return MK_NEAR && mk_flag_get(&sh->told) == mk_flag_get(&sh->published);
 }
 /* Until none is. By one warp; false: aborted. */
 MK_DEV bool mk_schedule_concluded(const mk_shared *sh)
 {
     bool on = true;
-    for (uint32_t n = 1; MK_NEAR && on && mk_schedule_pending(sh); n++)
+    for (uint32_t n = 1; on && mk_schedule_pending(sh); n++)
         if (!(n & 63u)) on = !mk_load_relaxed(sh->args.abort);
     mk_fence_cta();
     return __all_sync(0xffffffffu, on);
@@ -438,12 +437,13 @@ MK_DEV void mk_schedule_tell(mk_shared *sh, uint32_t token, float logprob)
     mk_fence_cta();
     mk_flag_set(&sh->told, sh->step.seq + 1);
 }
-/* By one lane of the scout, if a step is pending: what SCHEDULE would have done. */
+/* By one lane of the scout, if a step is pending: what SCHEDULE would have done. Tokens of an aborted step are void: whoever has fallen through a wait has seen the word before SAMPLE told. */
 MK_CALL void mk_schedule_conclude(mk_shared *sh)
 {
     mk_sched *s = &sh->sched;
     volatile uint32_t *beat = (volatile uint32_t *)sh->args.heartbeat;
     mk_fence_cta();
+    if (mk_load_relaxed(sh->args.abort)) return;
     s->taken = mk_flag_get(&sh->taken);
     mk_sched_follow(s, sh->chosen.token, sh->chosen.logprob, mk_now());
     beat[MK_BEAT_STEPS] = s->step;

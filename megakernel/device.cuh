@@ -454,7 +454,7 @@ typedef struct mk_shared {
     volatile uint32_t aborted;
     volatile uint32_t streamed;          /* for the scout: where the loader is in the tapes, in units of 256 bytes */
     volatile uint32_t attended;          /* GQA_PARTIALs that this worker has signalled */
-    volatile uint32_t told;              /* SCHEDULE's worker: steps that are over, as far as others know. As many as are published: the newest is still to be concluded */
+    volatile uint32_t told;              /* SCHEDULE's worker: what SAMPLE has told of, mk_step.seq + 1; as many are published: the newest step is still to be concluded. Where SCHEDULE has published, less than that */
     volatile uint32_t cached[4][3];      /* for the loader, of step s in [s & 3], when logits say so: position of its only row (MK_NO_CACHE: it has several), slot, mk_step.seq */
 } mk_shared;
 #define MK_NO_CACHE 0xffffffffu

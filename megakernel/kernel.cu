@@ -187,7 +187,8 @@ MK_DEV void compute(const mk_gpu_args *a)
 MK_DEV bool step_receive(const mk_gpu_args *a, mk_shared *sh, uint32_t seq, uint32_t lane, bool own)
 {
 #if MK_NEAR
-    if (own && mk_flag_get(&sh->published) == seq + 1) {
+    if (own && __shfl_sync(0xffffffffu, mk_flag_get(&sh->published), 0) == seq + 1) {
+        mk_fence_cta();
 #pragma unroll
         for (uint32_t k = lane; k < sizeof(mk_step) / 4; k += 32) ((uint32_t *)&sh->step)[k] = ((const uint32_t *)&sh->sched.next)[k];
         __syncwarp();
@@ -385,7 +386,8 @@ MK_DEV bool attention_ahead(const mk_gpu_args *a, mk_shared *sh, uint32_t slot, 
 
 /* An instruction that nobody is fed: its increment, if it has one, and, when the step is traced, a record of no length. Lane 0.
  * What the validator proves of the reuse of buffers holds all the same. A partial without an item has read nothing; what its worker did before, somebody with an item waits
- * for, because every row of a layer's queries, keys and values is some item's. A COMBINE without work has read nothing, and who waits for its output waits for all items. */
+ * for, because every row of a layer's queries, keys and values is some item's. A COMBINE without work has read nothing, and who waits for its output waits for all items.
+ * SCHEDULE, when its step is told: what it would read of SAMPLE's the scout has in words of its own. */
 MK_DEV void pass_over(const mk_gpu_args *a, mk_shared *sh, const mk_fed *f)
 {
     if (f->in.signal_vec != MK_NONE && (f->place.run & ~MK_TRACED) != MK_ONE_NONE) atomicAdd(a->counter + sh->vec[f->in.signal_vec].counter, 1u);
@@ -870,12 +872,12 @@ MK_DEV void scout(const mk_gpu_args *a, mk_shared *sh, uint32_t lane)
     static_assert(MK_SCOUT_BYTES % (2 * PIECE) == 0, "nothing beyond what the host has put behind the tapes");
     uint32_t attended = 0, words = 0;
     if (!a->ahead && !schedules(a)) return;
-    while (!sh->leave) {
-        if (mk_schedule_pending(sh)) {
+    while (!__shfl_sync(0xffffffffu, mk_flag_get(&sh->leave), 0)) {
+        if (__shfl_sync(0xffffffffu, mk_schedule_pending(sh), 0)) {
             if (lane == 0) mk_schedule_conclude(sh);
             __syncwarp();
         }
-        const uint32_t now = mk_flag_get(&sh->attended);
+        const uint32_t now = __shfl_sync(0xffffffffu, mk_flag_get(&sh->attended), 0);
         if (now == attended) {
             __nanosleep(40);
             continue;

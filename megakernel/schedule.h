@@ -9,8 +9,8 @@
  * across the bus takes longer than deciding, a warp of its own looks all the time (instructions/schedule.cuh). Everything else that the host says comes with
  * the entries; only tokens of long appends are looked up in the log, all of a step's at once.
  *
- * On a GPU the step behind one of one row may be sure but for its token (mk_sched_sure), and is then begun when that is chosen (mk_sched_follow): what the host has said since the last look before waits for the
- * step behind it.
+ * On a GPU the step behind one of one row may be sure but for its token (mk_sched_sure), and is then begun when that is chosen; mk_sched_follow catches up. What the host has said since the last look before waits for
+ * the step behind it.
  *
  * The host clears a slot's cancel word before it submits the slot's next entry, so a taken entry clears the word here: what an earlier look has seen is older than
  * the entry. Later looks bring what the host has said since. */
@@ -550,7 +550,7 @@ MK_SCHED_FN uint32_t mk_sched_sure(const mk_sched *s, uint32_t submitted, uint32
     if (s->active[k] != row->slot) return !t->gen && t->pos + 1 >= t->len;
     return t->gen && !mk_look_load(&t->cancel) && t->pos + 1 == t->len && t->left > 1 && t->len + 1 < t->context && t->published + 1 < mk_look_load64(&t->credits);
 }
-/* Then it is, as number seq (`d` may be s->next). token: what this one's logits have chosen; of a pinned stream no matter. */
+/* Then it is. token: what this one's logits have chosen; of a pinned stream no matter. */
 MK_SCHED_FN void mk_sched_next_row(const mk_sched_slot *t, const mk_row *row, uint32_t token, mk_row *next)
 {
     *next = *row;
@@ -561,6 +561,7 @@ MK_SCHED_FN void mk_sched_next_row(const mk_sched_slot *t, const mk_row *row, ui
         next->pos++;
     next->flags &= MK_ROW_LOGITS | MK_ROW_SAMPLE | MK_ROW_GREEDY;
 }
+/* And its step, number seq. d may be s->next. */
 MK_SCHED_FN void mk_sched_next_step(const mk_sched *s, uint32_t seq, uint32_t token, mk_step *d)
 {
     const mk_row *row = &s->next.row[0];
@@ -570,7 +571,7 @@ MK_SCHED_FN void mk_sched_next_step(const mk_sched *s, uint32_t seq, uint32_t to
     d->trace = s->trace_at < s->trace_steps ? s->trace_tag << 16 | (s->trace_at + 1) : 0;
     d->hang = 0;
 }
-/* And what mk_sched_finish and mk_sched_compose would do, if the token does not end the generation. What the host has said since waits for the step behind it. */
+/* What mk_sched_finish and mk_sched_compose would do, if the token does not end the generation. What the host has said since waits for the step behind it. */
 MK_SCHED_FN void mk_sched_follow(mk_sched *s, uint32_t token, float logprob, uint64_t now)
 {
     const uint32_t slot = s->next.row[0].slot;
