@@ -303,7 +303,7 @@ void mk_trace_print(const mk_trace_report *r, FILE *f)
         const double ns = (double)(s->end - s->begin), all = ns * workers / 100, idle = 100 - (double)time_of(&s->all) / all;
         fprintf(f, "%8u %5u %9.1f ", t->about.first_step + k, s->rows, ns / 1e3);
         if (k + 1 < t->about.steps)
-            fprintf(f, "%9.1f", ((double)r->step[k + 1].begin - (double)s->end) / 1e3); /* below 0: the others are at it while SCHEDULE tells of the step */
+            fprintf(f, "%9.1f", ((double)r->step[k + 1].begin - (double)s->end) / 1e3); /* below 0: workers are at it when SCHEDULE is passed over */
         else
             fprintf(f, "%9s", "-");
         fprintf(f, " %6.1f%% %6.1f%% %6.1f%% %6.1f%% %6.1f%% %6.1f%% %9.2f %7.0f\n", (double)s->all.input / all, (double)s->all.weights / all,

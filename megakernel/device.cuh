@@ -60,7 +60,7 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 #define MK_ROW_PACKETS(n) ((uint32_t)((offsetof(mk_step, row) / 4 + (n) * (sizeof(mk_row) / 4) + 2) / 3))
 #ifdef __CUDACC__
 /* Where step seq's lie. */
-__device__ __forceinline__ static uint4 *mk_step_at(uint4 *ring, uint32_t seq)
+__host__ __device__ __forceinline__ static uint4 *mk_step_at(uint4 *ring, uint32_t seq)
 {
     return ring + seq % MK_STEP_RING * MK_STEP_PACKETS;
 }
@@ -443,7 +443,7 @@ typedef struct mk_shared {
     mk_sched_slot st[MK_NEAR_SLOTS]; /* where there are no more than that; else they are in device memory */
     uint32_t active[MK_NEAR_SLOTS];
     mk_submit near_entry;
-    struct { /* what the scout concludes it with */
+    struct { /* of the step that SAMPLE has told of: what the scout concludes it with */
         uint32_t token;
         float logprob;
     } chosen;

@@ -779,7 +779,7 @@ uint32_t mk_gpu_next_epoch(const mk_gpu *g)
 static int read_step(mk_gpu *g, uint32_t steps, mk_step *step, mk_err *err)
 {
     uint32_t q[MK_STEP_PACKETS * 4] = {0}, *word = (uint32_t *)step;
-    int rc = read_device(g, g->args.step_ring + (steps % MK_STEP_RING) * MK_STEP_PACKETS, q, sizeof q, err);
+    int rc = read_device(g, mk_step_at(g->args.step_ring, steps), q, sizeof q, err);
     memset(step, 0, sizeof *step);
     const uint32_t n = mk_step_packets(q[1] < MK_MAX_ROWS ? q[1] : MK_MAX_ROWS);
     for (uint32_t k = 0; k < n && !rc; k++)

@@ -483,16 +483,14 @@ def carried(old, new, who):
 def renamed(was, now):
     """Functions whose parameters are others than they were: the only one of its identifier before and after."""
 
-    def by_identifier(names):
-        names = sorted(names, key=identifier)
-        groups = [list(g) for _, g in itertools.groupby(names, identifier)]
-        return {identifier(g[0]): g[0] for g in groups if len(g) == 1}
+    def sole(names):
+        of = collections.defaultdict(list)
+        for name in names:
+            length = re.match(r"_Z(\d+)", name)
+            of[name[: length.end() + int(length[1])] if length else name].append(name)
+        return {identifier: same[0] for identifier, same in of.items() if len(same) == 1}
 
-    def identifier(name):
-        length = re.match(r"_Z(\d+)", name)
-        return name[: length.end() + int(length[1])] if length else name
-
-    before, after = by_identifier(was), by_identifier(now)
+    before, after = sole(was), sole(now)
     return {name: after[key] for key, name in before.items() if key in after and name != after[key]}
 
 
@@ -503,11 +501,14 @@ def carry(file, path, newer):
         raise Refused("%s: expected a profile of %s, %d functions are not" % (path, file, strange))
     was, now = ({name: (first, end) for first, end, name in k.functions} for k in (old, new))
     lines, added, other = [], 0, renamed(was, now)
-    for name in (name for name in profile if name in was and other.get(name, name) in now):
-        (a, b), (c, d) = was[name], now[other.get(name, name)]
+    for name in profile:
+        newer_name = other.get(name, name)
+        if name not in was or newer_name not in now:
+            continue
+        (a, b), (c, d) = was[name], now[newer_name]
         who, n = carried(old.code.op[a:b], new.code.op[c:d], models[a:b])
         added += n
-        lines.append(line_of(other.get(name, name), new.code.digest(c, d), who))
+        lines.append(line_of(newer_name, new.code.digest(c, d), who))
     head = ["#" + re.sub(r"\S+", lambda word: other.get(word[0], word[0]), line) for line in comments(path, "#")]
     with open(path, "w") as f:
         f.writelines(head + lines)
