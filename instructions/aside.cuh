@@ -2,19 +2,23 @@
  *
  * MLA_PARTIAL's queries, of a worker's first item: mk_mla_aside (mla_partial.cuh). They begin when what comes before the GEMVs that make q~ has ended; these leave the queries' place alone.
  *
+ * ROUTER, behind the GEMV that leaves h's slice near: what it adds is on its way to all workers while compute warps gather h for ROUTE. The bits are those of router.cuh.
+ *
  * GEMVs: those of the shared expert are not instructions of the compute warps. One warp aside does what two compute warps would, one in each group, one after the other, in the order of
  * product.cuh and matvec.cuh: the bits are the same. Their code is loops, because what a layer runs of code is what it waits for, and they have time.
- *   gate|up  begins as soon as ROUTE has staged h, which is its input, too, while compute warps wait for logits and choose; EXPERT_UP, at whose end everybody waits for u, waits for it.
+ *   gate|up  begins as soon as ROUTE has staged h, which is its input, too, while compute warps wait for logits and choose, or, where these come sooner by a ROUTER aside, when they have chosen, so
+ *            that neither fetches its code beside the other's; EXPERT_UP, at whose end everybody waits for u, waits for it.
  *   down     is staged in the upper part of the staging area while compute warps are at EXPERT_UP, and multiplied while they gather EXPERT_DOWN's pairs; EXPERT_DOWN, which adds its
  *            result, waits for it.
  *
- * Which ones: shared_aside and aside_of in plans.cuh. Until those who wait have seen that they are done nobody else is in the upper part of the staging area. In the ring their stages
- * lie before those of the instruction that waits for them, which goes past them. The packets that `down` reads are there until EXPERT_DOWN publishes. */
+ * Which ones: router_aside, shared_aside and aside_of in plans.cuh. Until those who wait have seen that they are done nobody else is in the upper part of the staging area. In the ring their stages
+ * lie before those of the instruction that waits for them, ROUTER's before gate|up's, and it goes past all of them. The packets that `down` reads are there until EXPERT_DOWN publishes. */
 #ifndef MK_ASIDE_CUH
 #define MK_ASIDE_CUH
 
 #include "instructions/matvec.cuh"
 #include "instructions/mla_partial.cuh"
+#include "instructions/router.cuh"
 
 #define MK_ASIDE_LATER 1500u /* ns: what the compute warps run first behind ROUTE, whose weights are not there yet, is not to wait for code of these (a measurement: profiles/NOTES.md) */
 static_assert(MK_ASIDES == MK_GROUP_WARPS && MK_GROUPS == 2, "a warp for one of each group");
@@ -130,6 +134,7 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
     const uint32_t parts = mk_smem(sh->staging) + MK_UPPER + (up ? 0 : (mk_row_stride(p->x.k) + 127) & ~127u); /* [MK_WARPS][MK_ASIDE_ROWS] */
     if (up) {
         while (!mk_mbar_try(mk_smem(&sh->route_staged), f->place.after)) {}
+        while (end & MK_END_LATE && !mk_mbar_try(mk_smem(&sh->route_full), f->place.after)) {}
     } else {
         mk_aside_after(sh, f->place.after);
         const uint32_t since = mk_now_low();
@@ -146,7 +151,8 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
     const uint32_t at = sh->memo[warp].next.at;
 #pragma unroll 1
     for (uint32_t s = 0; s < MK_GROUPS; s++) { /* the group that has the segment's stage s: partial sums s of each way */
-        const mk_next begin = sh->memo[((s + at) & (MK_GROUPS - 1)) * MK_GROUP_WARPS + warp].next;
+        mk_next begin = sh->memo[((s + at) & (MK_GROUPS - 1)) * MK_GROUP_WARPS + warp].next;
+        if (up) mk_next_skip(&begin, &lap, p->behind);
 #pragma unroll 1
         for (uint32_t row0 = 0; row0 < t->rows; row0 += 16) {
             mk_next slot = begin;
@@ -189,6 +195,60 @@ template <uint32_t FORM> MK_DEV void mk_aside_gemv(mk_shared *sh, const mk_fed *
     ((float *)(mk_local_memory(&sh->args) + p->out_at))[lane] = __fadd_rn(res, __fmul_rn(open, y));
 }
 
+/* ROUTER, whose stages are one of each group: a thread two experts side by side. Where the compute warps are in the ring stands still until EXPERT_UP ends, which waits for what is done aside. All of
+ * it is done once before, while the GEMV is multiplied, with whatever lies there and nothing added, so that its code is there. */
+MK_DEV void mk_aside_router(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t lane)
+{
+#ifdef MK_RACECHECK
+    constexpr uint32_t REHEARSALS = 0; /* stages are being filled */
+#else
+    constexpr uint32_t REHEARSALS = 1;
+#endif
+    const mk_insn *in = &f->in;
+    const mk_vec *v = &sh->vec[in->signal_vec];
+    const uint32_t n = f->plan.tile.rows, per = f->plan.tile.per, all = 32 * f->plan.tile.nkb, experts = in->router.experts, none = sh->lap.none;
+    uint64_t *out = mk_sum_of(&sh->args, &sh->step, v, in->signal_pub, experts, 0, 0);
+#pragma unroll 1
+    for (uint32_t turn = 0;; turn++) {
+        const bool now = turn == REHEARSALS;
+        mk_aside_after(sh, f->place.after - !now);
+        const uint32_t at = sh->memo[warp].next.at & (MK_GROUPS - 1);
+        const mk_next first = sh->memo[at * MK_GROUP_WARPS + warp].next, second = sh->memo[(at ^ 1) * MK_GROUP_WARPS + warp].next;
+        if (now) {
+            mk_aside_note(&sh->aside.note.input, warp, lane);
+            mk_aside_stage_wait(sh, first.bar, first.phase);
+            mk_aside_stage_wait(sh, second.bar, second.phase);
+        }
+        uint32_t last = 0;
+#pragma unroll 1
+        for (uint32_t e0 = 64 * warp; e0 < all; e0 += 64 * MK_ASIDES) {
+            const uint32_t e = min(e0 + 2 * lane, all - 2), kb = e / 32, stage = kb < per ? first.stage : second.stage, eighth = 4 * (kb < per ? kb : kb - per) + e / 8 % 4;
+            uint32_t from = mk_after(stage) + eighth * n * MK_QUARTER_BYTES + e % 8 * 2, x = mk_after(mk_smem(sh->near));
+            float even = 0, odd = 0;
+#pragma unroll 4
+            for (uint32_t i = 0; i < n; i++, from += MK_QUARTER_BYTES, x += 4) {
+                const uint32_t w = mk_lds_word(from);
+                const float y = mk_lds(x);
+                even = __fmaf_rn(y, __uint_as_float(w << 16), even);
+                odd = __fmaf_rn(y, __uint_as_float(w & 0xffff0000u), odd);
+            }
+            last |= __float_as_uint(even) | __float_as_uint(odd);
+#pragma unroll
+            for (uint32_t half = 0; half < 2; half++) { /* side by side by the lanes */
+                const uint32_t expert = e0 + 32 * half + lane;
+                const float a = __shfl_sync(0xffffffffu, even, 16 * half + lane / 2), b = __shfl_sync(0xffffffffu, odd, 16 * half + lane / 2);
+                if (now && expert < experts) mk_sum_add(out + mk_sum_at(experts, 0, 0, expert), lane & 1 ? b : a);
+            }
+        }
+        mk_aside_note(&sh->aside.note.publish, warp, lane);
+        if (!now) continue;
+        mk_stage_leave(first.bar + MK_EMPTY, lane, last, none);
+        mk_stage_leave(second.bar + MK_EMPTY, lane, last, none);
+        if (!(warp | lane)) atomicAdd(sh->args.counter + v->counter, 1u); /* as router.cuh */
+        return;
+    }
+}
+
 /* One after the other, as the controller hands them over, until it says MK_OP_LEAVE. Warp and lane are found anew every turn: what is made of them would be made before the first and kept
  * in local memory. */
 MK_DEV void mk_aside(mk_shared *sh)
@@ -199,15 +259,17 @@ MK_DEV void mk_aside(mk_shared *sh)
         while (!mk_mbar_try(mk_smem(&sh->aside_full), parity)) {}
         const mk_fed *f = &sh->aside;
         if (f->place.run == MK_OP_LEAVE) return;
-        const bool gemv = f->in.opcode == MK_OP_GEMV;
+        const bool queries = f->in.opcode == MK_OP_MLA_PARTIAL;
         mk_aside_note(&sh->aside.note.start, warp, lane);
-        if (!gemv)
+        if (f->in.opcode == MK_OP_ROUTER)
+            mk_aside_router(sh, f, warp, lane);
+        else if (queries)
             mk_mla_aside(sh, f, warp, lane);
         else if (f->plan.x.form == MK_X_F16)
             mk_aside_gemv<MK_X_F16>(sh, f, warp, lane);
         else
             mk_aside_gemv<MK_X_BF16>(sh, f, warp, lane);
-        if (__builtin_expect(gemv && !tid && sh->trace.on, 0)) mk_trace_write(&f->in, mk_now_low(), 0);
+        if (__builtin_expect(!queries && !tid && sh->trace.on, 0)) mk_trace_write(&f->in, mk_now_low(), 0);
         __syncwarp();
         if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_done));
     }

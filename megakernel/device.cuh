@@ -50,6 +50,7 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 #define MK_RED_FLOATS     4864u /* of partial sums */
 #define MK_OP_LEAVE       0xffu /* the controller's word to the compute warps */
 #define MK_ASIDE_ROWS     64u /* of weights, at most */
+#define MK_LATE_ROWS      16u /* up to which the shared expert's gate|up may begin when ROUTE has chosen and be done in time: MK_END_LATE */
 #define MK_ASIDE_STAGES   (MK_STAGES - MK_GROUPS) /* at most: mk_next_skip */
 #define MK_DELTA_RANK     128u /* of f and z in DELTA_STEP, where they have one */
 #define MK_STEP_RING      8u
@@ -229,6 +230,7 @@ typedef struct mk_plan {
     union {
         uint32_t gate_at;     /* the gate's packet, from the first of wait 2 */
         uint32_t pass;        /* EXPERT_UP, EXPERT_DOWN with MK_END_ASIDE: stages of what is done aside, which it goes past */
+        uint32_t behind;      /* the shared expert's gate|up: stages of a ROUTER that lie before its own, both done aside */
     };
     uint32_t magic;           /* EXPERT_UP: of a division by T */
     union {
@@ -243,8 +245,9 @@ typedef struct mk_plan {
 } mk_plan;
 static_assert(sizeof(mk_plan) == 128, "eight 16-byte loads");
 enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8, MK_END_TO_LOCAL = 16, MK_END_F32 = 32,
-       MK_END_ASIDE = 64, /* in a step of one row it is not the compute warps'; EXPERT_UP, EXPERT_DOWN: it waits for one that is not; MLA_PARTIAL: its queries are not */
-       MK_END_NEAR = 128 /* in a step of one row: GEMV: leaves its result, times gammas, in mk_shared.near for the next instruction; ROUTER: takes it there */ };
+       MK_END_ASIDE = 64, /* in a step of one row it is not the compute warps'; EXPERT_UP, EXPERT_DOWN: it waits for some that are not; MLA_PARTIAL: its queries are not */
+       MK_END_NEAR = 128, /* in a step of one row: GEMV: leaves its result, times gammas, in mk_shared.near for the next instruction; ROUTER: takes it there */
+       MK_END_LATE = 1024 /* the shared expert's gate|up, behind a ROUTER that is done aside: begins when ROUTE has chosen */ };
 /* Never an opcode: a controller puts it in an instruction's place. */
 #define MK_ONE(f32, form, pro) (0x40u | (f32) | (form) << 1 | (pro) << 3)
 #define MK_IS_ONE(run) ((run) - 0x40u < 0x30u)
@@ -417,7 +420,7 @@ typedef struct mk_shared {
     alignas(16) mk_vec vec[MK_MAX_VEC];
     uint16_t start[MK_MAX_START];
     mk_fed fed[MK_INSN_RING];
-    mk_fed aside; /* a GEMV, or an MLA_PARTIAL's queries */
+    mk_fed aside; /* a GEMV, a ROUTER, or an MLA_PARTIAL's queries */
     alignas(16) mk_step step;
     mk_gpu_args args; /* for functions that are not inlined */
     float2 angle[MK_ANGLES]; /* of the attention that is next, in a step of one row: by the controller */

@@ -488,21 +488,21 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
                 __syncwarp();
                 continue;
             }
-            const bool aside = !MK_ONE_STEP && sh->step.nrows == 1 && f->plan.end & MK_END_ASIDE, gemv = MK_IS_ONE(run);
-            if (aside && (gemv || run == MK_ONE_MLA)) {
+            const bool aside = !MK_ONE_STEP && sh->step.nrows == 1 && f->plan.end & MK_END_ASIDE, router = run == MK_OP_ROUTER, whole = router || MK_IS_ONE(run);
+            if (aside && (whole || run == MK_ONE_MLA)) {
                 leave = asides && await(a, sh, &watch, &sh->aside_done, asides - 1 & 1, HEEDS, lane);
                 if (leave) break;
-                /* queries: behind what comes before the GEMVs that leave their place alone; down: behind what stands before EXPERT_UP; gate|up: with ROUTE's input */
-                const uint32_t after = !gemv ? fed - 1 - f->plan.beside : f->plan.end & MK_END_SILU ? routes - 1 & 1 : fed - 2;
+                /* queries: behind what comes before the GEMVs that leave their place alone; ROUTER: behind the GEMV before it; down: behind what stands before EXPERT_UP; gate|up: with ROUTE's input */
+                const uint32_t after = !whole ? fed - 1 - f->plan.beside : router ? fed - 1 : f->plan.end & MK_END_SILU ? routes - 1 & 1 : fed - 2;
                 hand_over(sh, f, after, lane);
                 asides++;
             }
             if (lane == 0) {
                 mk_store_relaxed(a->position + worker, i - first);
-                if (aside && !gemv && asides) f->place.run |= MK_AWAITS | (asides - 1 & 1 ? MK_LAP : 0);
+                if (aside && !whole && asides) f->place.run |= MK_AWAITS | (asides - 1 & 1 ? MK_LAP : 0);
             }
             __syncwarp();
-            if (aside && gemv) {
+            if (aside && whole) {
                 fed--;
                 continue;
             }

@@ -279,6 +279,7 @@ static int spaced(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint
         case MK_OP_KV_APPEND:
         case MK_OP_GQA_APPEND:
         case MK_OP_COMBINE: break;
+        case MK_OP_ROUTER:
         case MK_OP_GEMV: since += !(plan[k - 1].end & MK_END_ASIDE); break;
         default: since++; break;
         }
@@ -414,14 +415,33 @@ static int shared_aside(const mk_insn *insn, const mk_plan *plan, uint32_t first
     return p->tile.rows <= MK_ASIDE_ROWS && insn[k].gemv.n <= MK_UNIT && p->tile.nst % MK_GROUPS == 0 && p->tile.nst <= MK_ASIDE_STAGES && mk_row_stride(p->x.k) <= MK_UPPER;
 }
 
+/* The EXPERT_UP that goes past the stages of a ROUTER behind the GEMV that leaves h's slice near; 0: compute warps multiply it. Nothing but ROUTE, which has no stages, and what is done aside stands
+ * between. */
+static uint32_t router_aside(const mk_insn *insn, const mk_plan *plan, uint32_t first, uint32_t k, uint32_t end)
+{
+    if (insn[k].opcode != MK_OP_ROUTER || !(plan[k].end & MK_END_NEAR) || plan[k].tile.nst != MK_GROUPS || k + 2 >= end || insn[k + 1].opcode != MK_OP_ROUTE) return 0;
+    const uint32_t shared = shared_aside(insn, plan, first, k + 2, end) ? plan[k + 2].tile.nst : 0, up = k + 2 + (shared != 0);
+    return insn[up].opcode == MK_OP_EXPERT_UP && plan[k].tile.nst + shared <= MK_ASIDE_STAGES ? up : 0;
+}
+
 /* What is done aside in the queue [first, end), and who waits for it. */
 static void asides(const mk_insn *insn, mk_plan *plan, uint32_t first, uint32_t end)
 {
     for (uint32_t k = first; k < end; k++) {
+        const uint32_t up = router_aside(insn, plan, first, k, end);
+        if (up) {
+            plan[k].end |= MK_END_ASIDE;
+            plan[up].end |= MK_END_ASIDE;
+            plan[up].pass = plan[k].tile.nst;
+            if (up == k + 3) {
+                plan[k + 2].behind = plan[k].tile.nst;
+                if (plan[k + 2].tile.rows <= MK_LATE_ROWS) plan[k + 2].end |= MK_END_LATE;
+            }
+        }
         if (shared_aside(insn, plan, first, k, end)) {
             plan[k].end |= MK_END_ASIDE;
             plan[k + 1].end |= MK_END_ASIDE;
-            plan[k + 1].pass = plan[k].tile.nst;
+            plan[k + 1].pass += plan[k].tile.nst;
         }
         const uint32_t down = aside_of(insn, plan, first, k, end);
         if (!down) continue;
