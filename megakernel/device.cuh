@@ -18,7 +18,7 @@
 #define MK_WARP_LOADER    (MK_WARPS + 1) /* streams weights, and pages of a cache */
 #define MK_WARP_COURIER   (MK_WARPS + 2) /* goes to the host for SCHEDULE */
 #define MK_WARP_SCOUT     (MK_WARPS + 3) /* brings weights into L2 for which the ring has no room yet */
-#define MK_WARP_ASIDE     (MK_WARPS + 4) /* the first of those that do GEMVs aside: aside.cuh */
+#define MK_WARP_ASIDE     (MK_WARPS + 4) /* the first of those that do what is beside the queue: aside.cuh */
 #define MK_ASIDES         4u
 #define MK_THREADS        (MK_COMPUTE + (4 + MK_ASIDES) * 32)
 /* Registers of a thread, together all that an SM has. ptxas ignores setmaxnreg, and says so in a line of information only, where a function
@@ -225,7 +225,7 @@ typedef struct mk_plan {
     uint8_t head_shift;       /* K blocks of a head: 1 << head_shift; MK_NO_NORM */
     uint8_t dealt;            /* EXPERT_UP, LM_HEAD, ROUTE: 1, 2: one row is gathered as its packets are dealt, by MK_ONE_RMS, MK_ONE_FAR; EXPERT_DOWN: its pairs are gathered at once */
     uint32_t beside;          /* a GEMV of one row: bytes of the staging area before its own input that it leaves alone. MLA_PARTIAL: how many such GEMVs stand before it */
-    uint32_t end;             /* MK_END_*; the gate's word in its packet << 8. EXPERT_UP, EXPERT_DOWN, MLA_PARTIAL: MK_END_ASIDE */
+    uint32_t end;             /* MK_END_*; the gate's word in its packet << 8. ROUTER: MK_END_NEAR; it, EXPERT_UP, EXPERT_DOWN, MLA_PARTIAL: MK_END_ASIDE */
     uint32_t out_at, res_at;  /* result and residual in LOCAL memory */
     union {
         uint32_t gate_at;     /* the gate's packet, from the first of wait 2 */
@@ -267,7 +267,7 @@ enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND 
        MK_ONE_ROUTE = 0x7f /* a thread an expert, two */ };
 /* In mk_places.run, with any of these. */
 #define MK_TRACED      0x100u
-#define MK_AWAITS      0x200u /* what is done aside: EXPERT_UP, EXPERT_DOWN: a GEMV; MK_ONE_MLA: its own first queries */
+#define MK_AWAITS      0x200u /* what is done aside: EXPERT_UP: ROUTER, gate|up; EXPERT_DOWN: the shared expert's way down; MK_ONE_MLA: its own first queries */
 #define MK_LAP         0x400u /* and its parity */
 enum { MK_AHEAD_WHOLE = 1, /* GQA: the items publish what COMBINE would */ MK_AHEAD_ALIKE = 2, /* GQA: the newest key turns as the queries do */
        MK_AHEAD_HALVES = 4 /* GQA: the last split's items have half of their heads each, and behind all others come those of the other halves */ };
