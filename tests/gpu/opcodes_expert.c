@@ -104,6 +104,68 @@ static void router_feed(mk_case *c, const void *arg)
     memset((uint64_t *)(c->mem.bulk + v->offset) + mk_sum_at(a->experts, mk_half(v, c->step.seq, c->pub[R_SUMS]), 0, 0), 0, mk_sums_bytes(a->experts) / 2);
 }
 
+/* ROUTER as it stands in a program: behind the GEMV that makes its slice of h, before ROUTE and EXPERT_UP. In a step of one row the warps aside do it then. n: rows of the workers' slices of h. A row of the
+ * GEMV's weights has one value that is not 0, so that h is the same to the bit on both machines: the choice hangs on it. */
+enum { Y = OUT };
+static void beside_make(mk_case *c, const void *arg)
+{
+    const expert_arg *a = arg;
+    uint32_t T = a->T, start[4] = {0}, u[MK_MAX_TOPK * 8 + 1];
+    for (uint32_t w = 0; w < 3; w++) start[w + 1] = start[w] + a->n[w];
+    for (uint32_t s = 0; s <= a->topk * T; s++) u[s] = s / T * a->inter + mk_start(s % T, a->inter, T);
+    const uint32_t k = start[3], rows = (a->inter + T - 1) / T, sums = case_bulk(c, "router", mk_sums_bytes(a->experts), 3);
+    c->prog.vec[sums].flags = MK_VEC_SUMS;
+    case_local(c, "route", sizeof(mk_routes));
+    case_packet(c, "h", MK_F32, 0, start, 3);
+    const uint32_t to = case_packet(c, "u", MK_BF16, 0, u, a->topk * T);
+    c->prog.vec[to].flags = MK_VEC_DYNAMIC;
+    case_even(c, "y", MK_BF16, 0, 64, 4); /* Y */
+    const uint32_t bias = case_param(c, a->experts, 0, 0.02), gamma = case_param(c, k, 1, 0.2);
+    const uint64_t slice = mk_segment_bytes(BF16, 2 * rows, k, 0, 128);
+    for (uint32_t w = 0; w < 3; w++) {
+        mk_insn *in = case_add(c, w, MK_OP_GEMV);
+        in->gemv = (mk_gemv){.n = a->n[w], .k = 64, .wtype = BF16, .epilogue = MK_EPI_STORE, .scale_k = 128, .k_chunk = 64, .scale = 1, .row0 = start[w]};
+        in->tape_bytes = (uint32_t)mk_segment_bytes(BF16, a->n[w], 64, 0, 128);
+        case_wait(c, in, Y);
+        case_to(c, in, NORMED, w);
+        in = case_add(c, w, MK_OP_ROUTER);
+        in->router = (mk_router){.first = start[w], .n = a->n[w], .experts = a->experts, .param_off = gamma + start[w]};
+        in->tape_bytes = (uint32_t)mk_segment_bytes(BF16, a->n[w], a->experts, 0, 0);
+        case_wait_slices(c, in, NORMED, w, 1);
+        case_to(c, in, SUMS, 0);
+        route(c, a, w, bias);
+        in = case_add(c, w, MK_OP_EXPERT_UP);
+        in->expert = (mk_expert){.base = 512, .expert_stride = slice * T, .slice_stride = (uint32_t)slice, .T = (uint16_t)T, .k = k, .inter = a->inter, .wtype = BF16, .topk = (uint8_t)a->topk,
+                                 .param_off = gamma, .eps = 1e-5f};
+        case_wait(c, in, NORMED);
+        case_wait(c, in, ROUTES);
+        case_to(c, in, to, 0);
+    }
+    case_seal(c, &(case_sizes){.expert = 512 + slice * T * a->experts});
+    for (uint64_t s = 0; s < (uint64_t)T * a->experts; s++) {
+        const uint32_t t = (uint32_t)(s % T);
+        case_segment(c, c->mem.expert + 512 + s * slice, BF16, 2 * (mk_start(t + 1, a->inter, T) - mk_start(t, a->inter, T)), k, 0, 128, 1.5);
+    }
+    for (uint32_t i = 0; i < c->n; i++) {
+        const mk_insn *in = c->in[i];
+        uint16_t *tape = (uint16_t *)case_tape(c, i);
+        if (in->opcode == MK_OP_ROUTER) case_segment(c, (uint8_t *)tape, BF16, in->router.n, a->experts, 0, 0, 1.5);
+        if (in->opcode != MK_OP_GEMV) continue;
+        memset(tape, 0, in->tape_bytes);
+        for (uint32_t r = 0; r < in->gemv.n; r++) { /* value (row0 + r) mod 64, as it is */
+            const uint32_t v = (in->gemv.row0 + r) % 64, per = mk_kblock_values(BF16) / 4;
+            tape[mk_quarter_at(in->gemv.n, v / (4 * per), v / per % 4, r) / 2 + v % per] = 0x3f80;
+        }
+    }
+}
+static void beside_feed(mk_case *c, const void *arg)
+{
+    const expert_arg *a = arg;
+    const mk_vec *v = &c->prog.vec[SUMS];
+    case_input(c, Y, 1.5);
+    memset((uint64_t *)(c->mem.bulk + v->offset) + mk_sum_at(a->experts, mk_half(v, c->step.seq, c->pub[SUMS]), 0, 0), 0, mk_sums_bytes(a->experts) / 2);
+}
+
 static void route_make(mk_case *c, const void *arg)
 {
     uint32_t bias = router(c, arg);
@@ -211,6 +273,7 @@ static void down_feed(mk_case *c, const void *arg)
 }
 
 #define A(...) router_make, router_feed, &(const router_arg){__VA_ARGS__}, 0
+#define B(...) beside_make, beside_feed, &(const expert_arg){__VA_ARGS__}, 0
 #define R(...) route_make, route_feed, &(const expert_arg){__VA_ARGS__}, 0
 #define U(...) up_make, up_feed, &(const expert_arg){__VA_ARGS__}, 0
 #define UW(W, ...) up_make, up_feed, &(const expert_arg){__VA_ARGS__}, W
@@ -256,5 +319,9 @@ const case_spec expert_cases[] = {
     {"ROUTER", "64 experts, slices of 48, 5 and 1", A(64, {48, 5, 1})},
     {"ROUTER", "7 experts, slices of 128", A(7, {128, 100, 128})},
     {"ROUTER", "1024 experts, slices of 31", A(1024, {31, 30, 31})},
+    {"ROUTER", "64 experts, 16|15|16, in a program", B(.experts = 64, .topk = 6, SIG, .inter = 40, .T = 4, .n = {16, 15, 16})},
+    {"ROUTER", "256 experts, 17|18|17, in a program", B(.experts = 256, .topk = 8, SIG, .inter = 24, .T = 3, .n = {17, 18, 17})},
+    {"ROUTER", "300 experts, 40|3|9, in a program", B(.experts = 300, .topk = 8, SOFT, .inter = 24, .T = 2, .n = {40, 3, 9})},
+    {"ROUTER", "512 experts, 16|16|15, in a program", B(.experts = 512, .topk = 10, SOFT, .inter = 24, .T = 3, .n = {16, 16, 15})},
     {0},
 };
