@@ -6,8 +6,8 @@
  *
  * GEMVs: those of the shared expert are not instructions of the compute warps. One warp aside does what two compute warps would, one in each group, one after the other, in the order of
  * product.cuh and matvec.cuh: the bits are the same. Their code is loops, because what a layer runs of code is what it waits for, and they have time.
- *   gate|up  begins as soon as ROUTE has staged h, which is its input, too, while compute warps wait for logits and choose, or, where these come sooner by a ROUTER aside, when they have chosen, so
- *            that neither fetches its code beside the other's; EXPERT_UP, at whose end everybody waits for u, waits for it.
+ *   gate|up  begins as soon as ROUTE has staged h, which is its input, too, while compute warps wait for logits and choose; behind a ROUTER that is done aside, and so sooner, when they have chosen, if
+ *            it has one tile (MK_END_LATE: else both fetch their code at once); EXPERT_UP, at whose end everybody waits for u, waits for it.
  *   down     is staged in the upper part of the staging area while compute warps are at EXPERT_UP, and multiplied while they gather EXPERT_DOWN's pairs; EXPERT_DOWN, which adds its
  *            result, waits for it.
  *
