@@ -207,7 +207,7 @@ MK_DEV void mk_aside_router(mk_shared *sh, const mk_fed *f, uint32_t warp, uint3
     const mk_insn *in = &f->in;
     const mk_vec *v = &sh->vec[in->signal_vec];
     const uint32_t n = f->plan.tile.rows, per = f->plan.tile.per, all = 32 * f->plan.tile.nkb, experts = in->router.experts, none = sh->lap.none;
-    uint64_t *out = mk_sum_of(&sh->args, &sh->step, v, in->signal_pub, experts, 0, 0);
+    uint64_t *out = mk_sum_of(sh, v, in->signal_pub, experts, 0, 0);
 #pragma unroll 1
     for (uint32_t turn = 0;; turn++) {
         const bool now = turn == REHEARSALS;
@@ -227,7 +227,7 @@ MK_DEV void mk_aside_router(mk_shared *sh, const mk_fed *f, uint32_t warp, uint3
             float even = 0, odd = 0;
 #pragma unroll 4
             for (uint32_t i = 0; i < n; i++, from += MK_QUARTER_BYTES, x += 4) {
-                const uint32_t w = mk_lds_word(from);
+                const uint32_t w = __float_as_uint(mk_lds(from));
                 const float y = mk_lds(x);
                 even = __fmaf_rn(y, __uint_as_float(w << 16), even);
                 odd = __fmaf_rn(y, __uint_as_float(w & 0xffff0000u), odd);

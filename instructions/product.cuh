@@ -91,12 +91,6 @@ MK_DEV float mk_lds_bf16(uint32_t at)
     asm("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
     return mk_bf16_value(v);
 }
-MK_DEV uint32_t mk_lds_word(uint32_t at)
-{
-    uint32_t v;
-    asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-}
 /* The same address, but not before what is waited for here. */
 MK_DEV uint32_t mk_after(uint32_t at)
 {

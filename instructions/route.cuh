@@ -33,7 +33,7 @@ MK_DEV mk_logits mk_logits_of(const mk_dev *d, uint32_t first)
 {
     const mk_wait *w = &d->in->wait[1];
     const mk_vec *v = &d->sh->vec[w->vec];
-    const mk_logits l = {mk_sum_of(d->a, d->step, v, w->pub, d->in->route.experts, 0, first), v->signals};
+    const mk_logits l = {mk_sum_of(d->sh, v, w->pub, d->in->route.experts, 0, first), v->signals};
     return l;
 }
 MK_DEV uint64_t mk_logit_look(const mk_logits *l, uint32_t i)
@@ -58,7 +58,7 @@ MK_DEV uint64_t mk_logits_clear(const mk_dev *d)
     if (d->warp != MK_WARPS - 1) return had;
     const mk_wait *w = &d->in->wait[1];
     const uint32_t experts = d->in->route.experts, n = mk_sums_words(experts), W = d->a->workers, end = (d->worker + 1) * n / W; /* mk_start: below 2^32 */
-    uint64_t *word = mk_sum_of(d->a, d->step, &d->sh->vec[w->vec], w->pub, experts, 1, 0);
+    uint64_t *word = mk_sum_of(d->sh, &d->sh->vec[w->vec], w->pub, experts, 1, 0);
     uint32_t i = d->worker * n / W + d->lane;
     const auto clear = [&](uint64_t *last) { /* in place, so that nothing waits for the answer yet */
         asm volatile("{\n\t.reg .pred p;\n\tsetp.lt.u32 p, %2, %3;\n\t@p atom.relaxed.gpu.global.exch.b64 %0, [%1], 0;\n\t}" : "+l"(*last) : "l"(word + i), "r"(i), "r"(end) : "memory");

@@ -10,9 +10,9 @@ MK_DEV void mk_sum_add(uint64_t *word, float x)
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(mk_sum_word(x)) : "memory");
 }
 /* The first row's sum i in the half of vector v that publication pub is added to, or in the other one; of row r: MK_SUM_GROUP * r words further. */
-MK_DEV uint64_t *mk_sum_of(const mk_gpu_args *a, const mk_step *step, const mk_vec *v, uint32_t pub, uint32_t experts, uint32_t other, uint32_t i)
+MK_DEV uint64_t *mk_sum_of(const mk_shared *sh, const mk_vec *v, uint32_t pub, uint32_t experts, uint32_t other, uint32_t i)
 {
-    return (uint64_t *)(a->bulk + v->offset) + mk_sum_at(experts, mk_half(v, step->seq, pub) ^ other, 0, i);
+    return (uint64_t *)(sh->args.bulk + v->offset) + mk_sum_at(experts, mk_half(v, sh->step.seq, pub) ^ other, 0, i);
 }
 
 /* ROWS: of the batch, at most. */
@@ -29,7 +29,7 @@ template <uint32_t ROWS> MK_CALL void mk_router_of(const mk_insn *in)
     const uint32_t x = near ? mk_smem(sh->near) : mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2);
     mk_next slot = memo->next;
     const uint32_t first = mk_group_first(d->warp, slot.at), item = d->tid % (32 * MK_GROUP_WARPS);
-    uint64_t *out = mk_sum_of(d->a, d->step, &sh->vec[in->signal_vec], in->signal_pub, experts, 0, 0);
+    uint64_t *out = mk_sum_of(sh, &sh->vec[in->signal_vec], in->signal_pub, experts, 0, 0);
 
     if (!near) {
         const float *gamma = d->a->param + in->router.param_off;

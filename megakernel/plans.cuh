@@ -433,14 +433,12 @@ static void asides(const mk_insn *insn, mk_plan *plan, uint32_t first, uint32_t 
             plan[k].end |= MK_END_ASIDE;
             plan[up].end |= MK_END_ASIDE;
             plan[up].pass = plan[k].tile.nst;
-            if (up == k + 3) {
-                plan[k + 2].behind = plan[k].tile.nst;
-                if (plan[k + 2].tile.rows <= MK_LATE_ROWS) plan[k + 2].end |= MK_END_LATE;
-            }
         }
         if (shared_aside(insn, plan, first, k, end)) {
             plan[k].end |= MK_END_ASIDE;
             plan[k + 1].end |= MK_END_ASIDE;
+            plan[k].behind = plan[k + 1].pass; /* a ROUTER's, if that is aside */
+            if (plan[k].behind && plan[k].tile.rows <= MK_LATE_ROWS) plan[k].end |= MK_END_LATE;
             plan[k + 1].pass += plan[k].tile.nst;
         }
         const uint32_t down = aside_of(insn, plan, first, k, end);

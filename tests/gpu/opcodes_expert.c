@@ -47,6 +47,17 @@ static uint32_t router(mk_case *c, const expert_arg *a)
     return bias;
 }
 
+/* The vector u: of every chosen expert `width` values in T slices. */
+static void chosen(mk_case *c, const expert_arg *a, uint32_t width)
+{
+    uint32_t T = a->T, *start = malloc((a->topk * T + 1) * sizeof *start);
+    if (!start) exit(3);
+    for (uint32_t s = 0; s <= a->topk * T; s++) start[s] = s / T * width + mk_start(s % T, width, T);
+    uint32_t u = case_packet(c, "u", MK_BF16, 0, start, a->topk * T);
+    c->prog.vec[u].flags = MK_VEC_DYNAMIC;
+    free(start);
+}
+
 static void feed_router(mk_case *c, const expert_arg *a)
 {
     const mk_vec *v = &c->prog.vec[SUMS];
@@ -77,6 +88,26 @@ typedef struct router_arg {
     uint32_t experts, n[3];
 } router_arg;
 enum { R_H, R_SUMS };
+/* n columns from `first` on, of slice `worker` of h. Its weights: router_weights, when the case is sealed. */
+static void router_slice(mk_case *c, uint32_t worker, uint32_t experts, uint32_t first, uint32_t n, uint32_t gamma, uint32_t h, uint32_t sums)
+{
+    mk_insn *in = case_add(c, worker, MK_OP_ROUTER);
+    in->router = (mk_router){.first = first, .n = n, .experts = experts, .param_off = gamma + first};
+    in->tape_bytes = (uint32_t)mk_segment_bytes(MK_W_BF16, n, experts, 0, 0);
+    case_wait_slices(c, in, h, worker, 1);
+    case_to(c, in, sums, 0);
+}
+static void router_weights(mk_case *c)
+{
+    for (uint32_t i = 0; i < c->n; i++)
+        if (c->in[i]->opcode == MK_OP_ROUTER) case_segment(c, case_tape(c, i), MK_W_BF16, c->in[i]->router.n, c->in[i]->router.experts, 0, 0, 1.5);
+}
+/* The half that is to be added to. */
+static void router_clear(mk_case *c, uint32_t experts, uint32_t sums)
+{
+    const mk_vec *v = &c->prog.vec[sums];
+    memset((uint64_t *)(c->mem.bulk + v->offset) + mk_sum_at(experts, mk_half(v, c->step.seq, c->pub[sums]), 0, 0), 0, mk_sums_bytes(experts) / 2);
+}
 static void router_make(mk_case *c, const void *arg)
 {
     const router_arg *a = arg;
@@ -86,70 +117,56 @@ static void router_make(mk_case *c, const void *arg)
     const uint32_t sums = case_bulk(c, "router", mk_sums_bytes(a->experts), 3);
     c->prog.vec[sums].flags = MK_VEC_SUMS;
     const uint32_t gamma = case_param(c, start[3] + 1, 1, 0.2); /* one more, for the negative control that is one off */
-    for (uint32_t w = 0; w < 3; w++) {
-        mk_insn *in = case_add(c, w, MK_OP_ROUTER);
-        in->router = (mk_router){.first = start[w], .n = a->n[w], .experts = a->experts, .param_off = gamma + start[w]};
-        in->tape_bytes = (uint32_t)mk_segment_bytes(MK_W_BF16, a->n[w], a->experts, 0, 0);
-        case_wait_slices(c, in, R_H, w, 1);
-        case_to(c, in, R_SUMS, 0);
-    }
+    for (uint32_t w = 0; w < 3; w++) router_slice(c, w, a->experts, start[w], a->n[w], gamma, R_H, R_SUMS);
     case_seal(c, &(case_sizes){0});
-    for (uint32_t i = 0; i < c->n; i++) case_segment(c, case_tape(c, i), MK_W_BF16, c->in[i]->router.n, a->experts, 0, 0, 1.5);
+    router_weights(c);
 }
 static void router_feed(mk_case *c, const void *arg)
 {
     const router_arg *a = arg;
-    const mk_vec *v = &c->prog.vec[R_SUMS];
     case_input(c, R_H, 1.5);
-    memset((uint64_t *)(c->mem.bulk + v->offset) + mk_sum_at(a->experts, mk_half(v, c->step.seq, c->pub[R_SUMS]), 0, 0), 0, mk_sums_bytes(a->experts) / 2);
+    router_clear(c, a->experts, R_SUMS);
 }
 
 /* ROUTER as it stands in a program: behind the GEMV that makes its slice of h, before ROUTE and EXPERT_UP. In a step of one row the warps aside do it then. n: rows of the workers' slices of h. A row of the
  * GEMV's weights has one value that is not 0, so that h is the same to the bit on both machines: the choice hangs on it. */
-enum { Y = OUT };
 static void beside_make(mk_case *c, const void *arg)
 {
     const expert_arg *a = arg;
-    uint32_t T = a->T, start[4] = {0}, u[MK_MAX_TOPK * 8 + 1];
+    uint32_t T = a->T, start[4] = {0};
     for (uint32_t w = 0; w < 3; w++) start[w + 1] = start[w] + a->n[w];
-    for (uint32_t s = 0; s <= a->topk * T; s++) u[s] = s / T * a->inter + mk_start(s % T, a->inter, T);
     const uint32_t k = start[3], rows = (a->inter + T - 1) / T, sums = case_bulk(c, "router", mk_sums_bytes(a->experts), 3);
     c->prog.vec[sums].flags = MK_VEC_SUMS;
     case_local(c, "route", sizeof(mk_routes));
     case_packet(c, "h", MK_F32, 0, start, 3);
-    const uint32_t to = case_packet(c, "u", MK_BF16, 0, u, a->topk * T);
-    c->prog.vec[to].flags = MK_VEC_DYNAMIC;
-    case_even(c, "y", MK_BF16, 0, 64, 4); /* Y */
+    case_even(c, "y", MK_BF16, 0, 64, 4); /* IN */
+    chosen(c, a, a->inter);
     const uint32_t bias = case_param(c, a->experts, 0, 0.02), gamma = case_param(c, k, 1, 0.2);
     const uint64_t slice = mk_segment_bytes(BF16, 2 * rows, k, 0, 128);
     for (uint32_t w = 0; w < 3; w++) {
         mk_insn *in = case_add(c, w, MK_OP_GEMV);
         in->gemv = (mk_gemv){.n = a->n[w], .k = 64, .wtype = BF16, .epilogue = MK_EPI_STORE, .scale_k = 128, .k_chunk = 64, .scale = 1, .row0 = start[w]};
         in->tape_bytes = (uint32_t)mk_segment_bytes(BF16, a->n[w], 64, 0, 128);
-        case_wait(c, in, Y);
+        case_wait(c, in, IN);
         case_to(c, in, NORMED, w);
-        in = case_add(c, w, MK_OP_ROUTER);
-        in->router = (mk_router){.first = start[w], .n = a->n[w], .experts = a->experts, .param_off = gamma + start[w]};
-        in->tape_bytes = (uint32_t)mk_segment_bytes(BF16, a->n[w], a->experts, 0, 0);
-        case_wait_slices(c, in, NORMED, w, 1);
-        case_to(c, in, SUMS, 0);
+        router_slice(c, w, a->experts, start[w], a->n[w], gamma, NORMED, SUMS);
         route(c, a, w, bias);
         in = case_add(c, w, MK_OP_EXPERT_UP);
         in->expert = (mk_expert){.base = 512, .expert_stride = slice * T, .slice_stride = (uint32_t)slice, .T = (uint16_t)T, .k = k, .inter = a->inter, .wtype = BF16, .topk = (uint8_t)a->topk,
                                  .param_off = gamma, .eps = 1e-5f};
         case_wait(c, in, NORMED);
         case_wait(c, in, ROUTES);
-        case_to(c, in, to, 0);
+        case_to(c, in, OUT, 0);
     }
     case_seal(c, &(case_sizes){.expert = 512 + slice * T * a->experts});
     for (uint64_t s = 0; s < (uint64_t)T * a->experts; s++) {
         const uint32_t t = (uint32_t)(s % T);
         case_segment(c, c->mem.expert + 512 + s * slice, BF16, 2 * (mk_start(t + 1, a->inter, T) - mk_start(t, a->inter, T)), k, 0, 128, 1.5);
     }
+    router_weights(c);
     for (uint32_t i = 0; i < c->n; i++) {
         const mk_insn *in = c->in[i];
         uint16_t *tape = (uint16_t *)case_tape(c, i);
-        if (in->opcode == MK_OP_ROUTER) case_segment(c, (uint8_t *)tape, BF16, in->router.n, a->experts, 0, 0, 1.5);
         if (in->opcode != MK_OP_GEMV) continue;
         memset(tape, 0, in->tape_bytes);
         for (uint32_t r = 0; r < in->gemv.n; r++) { /* value (row0 + r) mod 64, as it is */
@@ -161,9 +178,8 @@ static void beside_make(mk_case *c, const void *arg)
 static void beside_feed(mk_case *c, const void *arg)
 {
     const expert_arg *a = arg;
-    const mk_vec *v = &c->prog.vec[SUMS];
-    case_input(c, Y, 1.5);
-    memset((uint64_t *)(c->mem.bulk + v->offset) + mk_sum_at(a->experts, mk_half(v, c->step.seq, c->pub[SUMS]), 0, 0), 0, mk_sums_bytes(a->experts) / 2);
+    case_input(c, IN, 1.5);
+    router_clear(c, a->experts, SUMS);
 }
 
 static void route_make(mk_case *c, const void *arg)
@@ -181,17 +197,13 @@ static void route_feed(mk_case *c, const void *arg)
 static void up_make(mk_case *c, const void *arg)
 {
     const expert_arg *a = arg;
-    uint32_t bias = router(c, a), T = a->T, rows = (a->inter + T - 1) / T, nseg = 0, *start = malloc((a->topk * T + 1) * sizeof *start);
-    if (!start) exit(3);
-    for (uint32_t s = 0; s <= a->topk * T; s++) start[s] = s / T * a->inter + mk_start(s % T, a->inter, T);
+    uint32_t bias = router(c, a), T = a->T, rows = (a->inter + T - 1) / T, nseg = 0;
     for (uint32_t t = 0; t < T && a->wtype == FP8; t++) {
         uint32_t at = mk_start(t, a->inter, T), need = mk_segments(at % 128, mk_start(t + 1, a->inter, T) - at, 128);
         if (need > nseg) nseg = need;
     }
     case_even(c, "h", MK_F32, 0, a->k, a->k < 132 ? 5 : 132);
-    uint32_t u = case_packet(c, "u", MK_BF16, 0, start, a->topk * T);
-    c->prog.vec[u].flags = MK_VEC_DYNAMIC;
-    free(start);
+    chosen(c, a, a->inter);
     uint32_t gamma = case_param(c, a->k, 1, 0.2);
     uint64_t slice = mk_segment_bytes(a->wtype, 2 * rows, a->k, 2 * nseg, 128), stride = slice * (a->alias ? a->alias : T);
     for (uint32_t w = 0; w < c->prog.info.workers; w++) {
@@ -220,18 +232,14 @@ static void up_feed(mk_case *c, const void *arg)
 static void down_make(mk_case *c, const void *arg)
 {
     const expert_arg *a = arg;
-    uint32_t bias = router(c, a), T = a->T, *start = malloc((a->topk * T + 1) * sizeof *start), h[4] = {0}, widest = 0, nseg = 0;
-    if (!start) exit(3);
-    for (uint32_t s = 0; s <= a->topk * T; s++) start[s] = s / T * a->k + mk_start(s % T, a->k, T);
+    uint32_t bias = router(c, a), h[4] = {0}, widest = 0, nseg = 0;
     for (uint32_t w = 0; w < 3; w++) {
         h[w + 1] = h[w] + a->n[w];
         if (a->n[w] > widest) widest = a->n[w];
         uint32_t need = mk_segments((a->row0 + h[w]) % 128, a->n[w], 128);
         if (a->wtype == FP8 && need > nseg) nseg = need;
     }
-    uint32_t u = case_packet(c, "u", MK_BF16, 0, start, a->topk * T);
-    c->prog.vec[u].flags = MK_VEC_DYNAMIC;
-    free(start);
+    chosen(c, a, a->k);
     case_packet(c, "h", MK_F32, 0, h, 3);
     if (a->local)
         case_local(c, "acc", MK_MAX_ROWS * widest * 4);
