@@ -50,6 +50,23 @@ MK_DEV float mk_logit_wait(const mk_logits *l, uint32_t i, uint32_t row, uint64_
     mk_waited(looks);
     return __fmul_rn(mk_sum_value(q, l->addends), norm);
 }
+/* Of a thread with two experts, neighbours of one group, the first's logit is l's: both are looked at together, for an earlier look at the second is as old as that at the first.
+ * both: the second is an expert's. */
+MK_DEV void mk_logits_look(const mk_logits *l, uint64_t (&q)[2])
+{
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(q[0]), "=l"(q[1]) : "l"(l->word) : "memory");
+}
+MK_DEV void mk_logits_wait(const mk_logits *l, bool both, uint64_t (&q)[2])
+{
+    uint32_t looks = 0;
+    for (;;) {
+        const bool first = mk_sums_count(q[0]) == l->addends;
+        const uint32_t found = mk_sums_count(first ? q[1] : q[0]);
+        if ((first && !both) || found == l->addends || !mk_still_waiting(++looks, 1, 0, first, found)) break;
+        mk_logits_look(l, q);
+    }
+    mk_waited(looks);
+}
 /* The worker's share of the other half is zero again for the publication after this one. By the last warp, when the logits are complete. By exchanges, whose answers say that they are
  * done: whatever this worker publishes later comes later, as packets rely on it. (A fence would empty the SM's cache of parameters besides.) Returns what was there. */
 MK_DEV uint64_t mk_logits_clear(const mk_dev *d)
@@ -451,10 +468,12 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
     const mk_logits logits = mk_logits_of(d, e);
     uint64_t q[PER] = {};
     float bias[PER] = {};
+    if constexpr (PER == 2)
+        if (e < n) mk_logits_look(&logits, q);
 #pragma unroll
     for (uint32_t j = 0; j < PER; j++)
         if (e + j < n) {
-            q[j] = mk_logit_look(&logits, j);
+            if constexpr (PER == 1) q[j] = mk_logit_look(&logits, j);
             if (t->has_bias) bias[j] = __ldg(d->a->param + t->param_off + e + j);
         }
     if (d->tid == 0) {
@@ -465,8 +484,13 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
     const float norm = mk_row_factor(d, &mk_fed_of(d->in)->plan, 0);
     uint32_t key[PER];
     float s[PER];
+    if constexpr (PER == 1) {
+        s[0] = e < n ? mk_logit_wait(&logits, 0, 0, q[0], norm) : 0;
+    } else {
+        if (e < n) mk_logits_wait(&logits, e + 1 < n, q);
 #pragma unroll
-    for (uint32_t j = 0; j < PER; j++) s[j] = e + j < n ? mk_logit_wait(&logits, j, 0, q[j], norm) : 0;
+        for (uint32_t j = 0; j < PER; j++) s[j] = e + j < n ? __fmul_rn(mk_sum_value(q[j], logits.addends), norm) : 0;
+    }
     if (t->score != MK_SCORE_SOFTMAX)
 #pragma unroll
         for (uint32_t j = 0; j < PER; j++) s[j] = mk_sigmoidf(s[j]);
