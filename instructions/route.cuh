@@ -484,13 +484,10 @@ template <uint32_t PER> MK_DEV void mk_route_one_of(const mk_dev *d)
     const float norm = mk_row_factor(d, &mk_fed_of(d->in)->plan, 0);
     uint32_t key[PER];
     float s[PER];
-    if constexpr (PER == 1) {
-        s[0] = e < n ? mk_logit_wait(&logits, 0, 0, q[0], norm) : 0;
-    } else {
+    if constexpr (PER == 2)
         if (e < n) mk_logits_wait(&logits, e + 1 < n, q);
 #pragma unroll
-        for (uint32_t j = 0; j < PER; j++) s[j] = e + j < n ? __fmul_rn(mk_sum_value(q[j], logits.addends), norm) : 0;
-    }
+    for (uint32_t j = 0; j < PER; j++) s[j] = e + j >= n ? 0 : PER == 1 ? mk_logit_wait(&logits, 0, 0, q[j], norm) : __fmul_rn(mk_sum_value(q[j], logits.addends), norm);
     if (t->score != MK_SCORE_SOFTMAX)
 #pragma unroll
         for (uint32_t j = 0; j < PER; j++) s[j] = mk_sigmoidf(s[j]);
