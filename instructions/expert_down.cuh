@@ -88,7 +88,7 @@ template <uint32_t FORM> MK_DEV float mk_pair_open(uint32_t lane, uint32_t row, 
     return mk_f16_in_place(row + lane * 16, row + bytes, 512);
 }
 
-/* What a lane's packets of a pair are: its words of the pair's table (gpu.cu), which has zeros where the pair has no packet. */
+/* What a lane's packets of a pair are: its words of the pair's table (gpu.cu), which ends none where the pair has no packet. */
 template <uint32_t WORDS> MK_DEV void mk_pair_map(uint32_t (&m)[WORDS], const uint4 *from)
 {
 #pragma unroll
@@ -116,6 +116,25 @@ template <bool FP8, uint32_t N> MK_DEV void mk_pair_put(const uint32_t (&to)[N],
 #pragma unroll
     for (uint32_t i = 0; i < N; i++)
         if (end[i] & 1) mk_sts16(to[i] - 2, q[i].x);
+}
+/* The same of a pair whose packets all begin with an even value (no MK_PAIR_ODD): their words as they are, without conditions, and so no predicate stands between the last packet and the
+ * barrier. Words behind a slice's end, which are zeros, lie where later packets begin: so the last words of all packets come first, and what belongs there comes later. Behind the pair's end they
+ * are its padding, or the head of the next pair. A packet that is none goes to `nowhere`, of which magnitudes are not looked at: mask is 0. */
+template <bool FP8, uint32_t N> MK_DEV void mk_pair_put_whole(const uint32_t (&to)[N], const uint32_t (&mask)[N], uint32_t nowhere, const uint4 (&q)[N], uint32_t *top)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++)
+        if (mk_minds(to[i], nowhere)) mk_sts32(to[i] + 8, q[i].z);
+    __syncwarp();
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++)
+        if (mk_minds(to[i], nowhere)) mk_sts32(to[i] + 4, q[i].y);
+    __syncwarp();
+#pragma unroll
+    for (uint32_t i = 0; i < N; i++) {
+        if (mk_minds(to[i], nowhere)) mk_sts32(to[i], q[i].x);
+        if (FP8) *top = __vmaxu2(__vmaxu2(*top, q[i].x & mask[i]), __vmaxu2(q[i].y & mask[i], q[i].z & mask[i]));
+    }
 }
 /* Zeros behind a pair's k values, up to the end of the K block: the last word of an odd number of values has its own from the packet. */
 MK_DEV void mk_pair_pad(uint32_t row, uint32_t k, uint32_t lane)
@@ -533,7 +552,7 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_down_one_product(float 
     do {
         float part[EIGHTS][4], f[2][2];
         const uint32_t x = mk_after(b->x + x_at);
-        const float n[2] = {mk_lds(b->factor - MK_PAIR_HEAD), mk_lds(b->factor + factor_b - MK_PAIR_HEAD)};
+        const float n[2] = {mk_lds(b->factor - MK_PAIR_FACTOR), mk_lds(b->factor + factor_b - MK_PAIR_FACTOR)};
         const uint4 v0 = FP8 ? mk_ldx_f16(x) : mk_ldx_bf16(x), v1 = FP8 ? mk_ldx_f16(x + 64) : v0;
         const uint32_t n_kb = b->n;
 #pragma unroll
@@ -590,23 +609,27 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     constexpr uint32_t PART = mk_pair_part(LOADS);
-    const uint32_t per = f->plan.packets, k = f->in.expert.k, epoch = f->place.epoch[0];
+    const uint32_t per = f->plan.packets, k = f->in.expert.k, epoch = f->place.epoch[0], nowhere = row - MK_PAIR_NOWHERE;
     uint32_t top = 0;
     mk_pair_pad(row, k, d->lane);
 #pragma unroll 1
     for (uint32_t n = 0; n < per; n += 32 * PART, from += 32 * PART, first += 32 * PART) {
-        uint32_t to[PART], wanted = 0;
-        int end[PART];
+        uint32_t to[PART], is[PART], wanted = 0; /* is: mk_pair_put_whole's mask or mk_pair_put's end */
 #pragma unroll
         for (uint32_t i = 0; i < PART; i++) {
-            to[i] = row + MK_PAIR_TO(m[i]);
-            end[i] = MK_PAIR_END(m[i]);
-            wanted |= end[i] ? 1u << i : 0;
-            mk_keep(&to[i]), mk_keep((uint32_t *)&end[i]);
+            const uint32_t end = MK_PAIR_END(m[i]);
+            to[i] = end ? row + MK_PAIR_TO(m[i]) : nowhere;
+            is[i] = end && !(m[i] & MK_PAIR_ODD) ? mk_magnitudes(0xffffffffu) : end;
+            wanted |= end ? 1u << i : 0;
+            mk_keep(&to[i]), mk_keep(&is[i]);
         }
         mk_keep(&wanted);
+        __syncwarp(); /* zeros and the part before, whose last packet may end here, are stored */
         mk_packets_wait_every<PART, true>(from, 32, wanted, epoch, 0, 0, first, *(uint4(*)[PART])q);
-        mk_pair_put<FP8>(to, end, wanted, *(uint4(*)[PART])q, &top);
+        if (__builtin_expect(m[0] & MK_PAIR_ODD, 0))
+            mk_pair_put<FP8>(to, *(int(*)[PART])is, wanted, *(uint4(*)[PART])q, &top);
+        else
+            mk_pair_put_whole<FP8>(to, is, nowhere, *(uint4(*)[PART])q, &top);
 #pragma unroll
         for (uint32_t i = 0; i < PART; i++) {
             if (i + PART < LOADS) q[i] = q[i + PART];
@@ -615,7 +638,7 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
     }
     __syncwarp();
     const mk_f16_shift shift = mk_f16_shift_of(FP8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
-    if (d->lane == 0) mk_sts32(row - MK_PAIR_HEAD, __float_as_uint(FP8 ? __fmul_rn(weight, shift.inverse) : weight));
+    if (d->lane == 0) mk_sts32(row - MK_PAIR_FACTOR, __float_as_uint(FP8 ? __fmul_rn(weight, shift.inverse) : weight));
     if (FP8) mk_pair_f16(row, k, d->lane, shift.less);
 }
 

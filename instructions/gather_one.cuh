@@ -346,7 +346,13 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_DEV void mk_take(const mk_de
     if (HEADS && group * g.values < k) {
         float squares = 0;
 #pragma unroll 1
-        for (uint32_t s = 0; s * g.slice < g.values; s++) squares += __uint_as_float(mk_lds32(behind + 128 * group + 4 * s));
+        for (uint32_t s = 0; s * g.slice < g.values; s += 4) { /* four with one load, for each is waited for; what is behind the last is no number that was stored: 0, which changes no sum */
+            const uint4 w = mk_lds128(behind + 128 * group + 4 * s);
+            squares += __uint_as_float(w.x);
+            squares += (s + 1) * g.slice < g.values ? __uint_as_float(w.y) : 0;
+            squares += (s + 2) * g.slice < g.values ? __uint_as_float(w.z) : 0;
+            squares += (s + 3) * g.slice < g.values ? __uint_as_float(w.w) : 0;
+        }
         const float r = mk_rsqrt(__fmaf_rn(squares, p->inv_k, p->x.eps));
         factor = __fmul_rn(factor, r);
         if (!FP8) sh->head_rstd[0][group] = r;

@@ -464,13 +464,17 @@ typedef struct mk_shared {
 
 #define MK_PAIR_PACKETS(rows) ((rows) > 16 ? 224u : 288u) /* EXPERT_DOWN: of a pair that is gathered at once, where there are so many rows of weights */
 #define MK_PAIR_MOST    288u /* the greater of these: so many are asked for, behind the last pair, too */
-#define MK_PAIR_HEAD    32u  /* bytes before a staged pair: what its products are multiplied by */
+#define MK_PAIR_HEAD    32u  /* bytes before a staged pair of one row, of which up to eight take what the last packet of the pair before has behind that one's end */
+#define MK_PAIR_FACTOR  16u  /* so far before the pair is what its products are multiplied by */
+#define MK_PAIR_NOWHERE 12u  /* and so far where the three words of a packet that is none go */
+static_assert(MK_PAIR_HEAD >= MK_PAIR_FACTOR + 8 && MK_PAIR_FACTOR == MK_PAIR_NOWHERE + 4, "in a pair's head nothing is in the way");
 #define MK_DOWN_ONE_ROWS 32u /* of weights, at most, for mk_down_one */
 #define MK_PAIR_WORDS   12u  /* of a lane in a pair's table: word j is of packet 32 j + lane. A multiple of 4 */
-/* What a packet of a pair of EXPERT_DOWN is to mk_pair_put: where the first of its values goes that begins a word, in bytes, and twice the number of values, less one if
+/* What a packet of a pair of EXPERT_DOWN is to mk_pair_put and mk_pair_put_whole: where the first of its values goes that begins a word, in bytes, and twice the number of values, less one if
  * the first does not begin a word; 0: none. */
 #define MK_PAIR_WORD(value, n) ((n) ? ((value) + ((value) & 1)) * 2 | (2 * (n) - ((value) & 1)) << 16 : 0)
-#define MK_PAIR_TO(m)  ((m) & 0xffffu)
+#define MK_PAIR_ODD    1u /* in all words of a table, of none as well, if a packet of the pair begins with an odd value */
+#define MK_PAIR_TO(m)  ((m) & 0xfffcu)
 #define MK_PAIR_END(m) ((int)((m) >> 16))
 MK_BOTH uint32_t mk_chunk_kblocks(uint32_t wtype)
 {

@@ -16,6 +16,7 @@ MK_DEV float __fmul_rn(float a, float b) { return a * b; }
 MK_DEV float __fadd_rn(float a, float b) { return a + b; }
 MK_DEV float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 MK_DEV int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+MK_DEV int __popc(uint32_t x) { return __builtin_popcount(x); }
 MK_DEV uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint32_t)((uint64_t)a * b >> 32); }
 template <typename T> MK_DEV T __ldg(const T *p) { return *p; }
 MK_DEV uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
@@ -65,6 +66,7 @@ MK_DEV void lanes_store(uint32_t at, const void *v, uint32_t bytes)
 MK_DEV void mk_sts16(uint32_t at, uint32_t v) { const uint16_t h = (uint16_t)v; lanes_store(at, &h, 2); }
 MK_DEV void mk_sts32(uint32_t at, uint32_t v) { lanes_store(at, &v, 4); }
 MK_DEV void mk_sts64(uint32_t at, uint32_t x, uint32_t y) { const uint32_t v[2] = {x, y}; lanes_store(at, v, 8); }
+MK_DEV void mk_sts128(uint32_t at, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { const uint32_t v[4] = {x, y, z, w}; lanes_store(at, v, 16); }
 MK_DEV uint32_t mk_lds32(uint32_t at) { uint32_t v; memcpy(&v, lanes_at(at, 4), 4); return v; }
 MK_DEV uint4 mk_lds128(uint32_t at) { uint4 v; memcpy(&v, lanes_at(at, 16), 16); return v; }
 MK_DEV void mk_sync(void) { lanes_barrier(); }
@@ -123,6 +125,7 @@ template <typename T> MK_DEV T *mk_keep_at(T *x) { return x; }
 MK_DEV void __threadfence_system(void) {}
 MK_DEV uint32_t atomicCAS(uint32_t *p, uint32_t, uint32_t v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }
 MK_DEV void *__cvta_shared_to_generic(uint32_t at) { return (uint8_t *)lanes_shared + at; }
+MK_DEV void mk_mbar_arrive(uint32_t) {}
 MK_DEV bool mk_mbar_try(uint32_t, uint32_t) { return true; }
 MK_DEV bool mk_mbar_test(uint32_t, uint32_t) { return true; }
 MK_DEV uint64_t mk_now(void) { return 0; }
@@ -132,6 +135,7 @@ MK_DEV uint32_t mk_load_relaxed(const uint32_t *p) { return *p; }
 MK_DEV void mk_red_release(uint32_t *p) { ++*p; }
 MK_DEV void mk_packet_store(uint4 *p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { *p = make_uint4(x, y, z, w); }
 MK_DEV uint32_t __ldcg(const uint32_t *p) { return *p; }
+#define __builtin_assume(is) ((void)(is))
 #define __shfl_down_sync(m, v, by) ((void)(by), (v))
 
 #endif
