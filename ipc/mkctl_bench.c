@@ -7,7 +7,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 static uint64_t now_ns(void)
 {
@@ -182,6 +184,15 @@ static int pinned(mk_client *c, const uint32_t *ctx, uint32_t n_ctx, const uint3
     return rc;
 }
 
+/* Said before anything is measured. */
+static int check_out_dir(const char *path, mk_err *err)
+{
+    struct stat st;
+    if (stat(path, &st)) return mk_fail(err, MK_E_SYSTEM, "--out-dir: %s: %s", path, strerror(errno));
+    if (!S_ISDIR(st.st_mode)) return mk_fail(err, MK_E_USAGE, "--out-dir: %s: expected a directory", path);
+    return access(path, W_OK | X_OK) ? mk_fail(err, MK_E_SYSTEM, "--out-dir: %s: %s", path, strerror(errno)) : MK_OK;
+}
+
 static int bench_pinned(const char *dir, const char *ctx_text, const char *rows_text, const mk_pinned *like, const char *out, const char *baseline_file)
 {
     mk_err err = {0};
@@ -200,6 +211,7 @@ static int bench_pinned(const char *dir, const char *ctx_text, const char *rows_
     if (!rc && !n_ctx) rc = mk_fail(&err, MK_E_USAGE, "--ctx: expected a context");
     if (!rc && !n_rows) rc = mk_fail(&err, MK_E_USAGE, "--rows: expected a number of rows");
     if (!rc && (like->steps < 2 || like->steps > 10000000)) rc = mk_fail(&err, MK_E_USAGE, "--steps: expected 2 to 10000000, found %u", like->steps);
+    if (!rc && out) rc = check_out_dir(out, &err);
     if (!rc && !(c = mk_client_new(dir, "mkctl bench", 5000, &err))) rc = err.code;
     if (!rc) rc = pinned(c, ctx, n_ctx, rows, n_rows, like, out, baseline, &err);
     mk_client_destroy(&c);

@@ -66,6 +66,8 @@ check "one report on stdout" eval '"$MKCTL" bench --socket-dir "$T/run" --ctx 8 
 echo '{"graph_ms": 2.5, "ctx": 8, "rows": 1}' >"$T/base"
 check "the baseline's time is noted" eval '"$MKCTL" bench --socket-dir "$T/run" --ctx 8 --steps 4 --baseline "$T/base" | grep -q "baseline_graph_ms.: 2.5"'
 check "no baseline" refused 2 "--baseline: $T/log: expected the JSON of profiles/baseline" "$MKCTL" bench --socket-dir "$T/run" --ctx 8 --baseline "$T/log"
+check "nowhere to put the reports, said before it measures" refused 6 "--out-dir: $T/none: No such file or directory" "$MKCTL" bench --socket-dir "$T/none" --ctx 8 --out-dir "$T/none"
+check "a file to put them in" refused 2 "--out-dir: $T/log: expected a directory" "$MKCTL" bench --socket-dir "$T/none" --ctx 8 --out-dir "$T/log"
 check "rows out of range" refused 2 "--rows: expected 1 to 8, found 9" "$MKCTL" bench --socket-dir "$T/run" --ctx 8 --rows 9
 check "context over the daemon's" refused 8 "the limit of a stream is 4096" "$MKCTL" bench --socket-dir "$T/run" --ctx 8000 --steps 4
 check "one of several contexts over it is left out" eval '"$MKCTL" bench --socket-dir "$T/run" --ctx 16,8000 --steps 4 --out-dir "$T" && [ -s "$T/kimi_linear-ctx16-rows1.json" ] && [ ! -e "$T/kimi_linear-ctx8000-rows1.json" ]'
