@@ -88,7 +88,7 @@ template <uint32_t FORM> MK_DEV float mk_pair_open(uint32_t lane, uint32_t row, 
     return mk_f16_in_place(row + lane * 16, row + bytes, 512);
 }
 
-/* What a lane's packets of a pair are: its words of the pair's table (gpu.cu), which ends none where the pair has no packet. */
+/* What a lane's packets of a pair are: its words of the pair's table (mk_pair_table), whose ends are 0 where the pair has no packet. */
 template <uint32_t WORDS> MK_DEV void mk_pair_map(uint32_t (&m)[WORDS], const uint4 *from)
 {
 #pragma unroll

@@ -287,13 +287,7 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
             if (p->insn[q].opcode == MK_OP_EXPERT_DOWN && p->insn[q].wait[0].vec == k) pair = pair_packets(g, &p->insn[q]);
         if (!pair || pair > MK_PAIR_MOST || rc) continue;
         g->pair_at[k] = n_map = n_map + 3 & ~3u; /* 16-byte loads */
-        uint32_t odd = 0;
-        for (uint32_t q = 0; q < pair; q++) {
-            const uint32_t s = q / vec[k].slice_packets, value = from[s] + q % vec[k].slice_packets * 6, n = value < from[s + 1] ? from[s + 1] - value : 0;
-            map[n_map + q % 32 * MK_PAIR_WORDS + q / 32] = MK_PAIR_WORD(value, n < 6 ? n : 6u);
-            if (n) odd |= value & 1;
-        }
-        for (uint32_t q = 0; odd && q < 32 * MK_PAIR_WORDS; q++) map[n_map + q] |= MK_PAIR_ODD;
+        mk_pair_table(map + n_map, from, pair, vec[k].slice_packets);
         n_map += 32 * MK_PAIR_WORDS;
     }
     for (uint32_t k = 0; k < i->n_insn && !rc && g->n_queries < sizeof g->queries / sizeof *g->queries; k++) {

@@ -35,14 +35,12 @@ static void publish(void)
     lanes_late = (uint32_t *)calloc(lanes_packets, sizeof *lanes_late);
     lanes_asked = (uint8_t *)calloc(lanes_packets, 1);
     lanes_exchange = exchange;
-    uint32_t odd = 0;
-    for (uint32_t s = 0; s < slices; s++) odd |= start[s] & 1;
-    for (uint32_t i = 0; i < 32 * MK_PAIR_WORDS; i++) words[i] = odd ? MK_PAIR_ODD : 0;
+    memset(words, 0, sizeof words);
+    mk_pair_table(words, start, packets, slice_packets);
     for (uint32_t i = 0; i < lanes_packets; i++) {
         exchange[i] = make_uint4(lanes_random(~0u), lanes_random(~0u), lanes_random(~0u), EPOCH - lanes_random(2));
         if (i >= experts * packets) continue;
         const uint32_t pair = i / packets, q = i % packets, s = q / slice_packets, first = start[s] + q % slice_packets * 6, n = first < start[s + 1] ? min(start[s + 1] - first, 6u) : 0;
-        if (!pair) words[q % 32 * MK_PAIR_WORDS + q / 32] |= MK_PAIR_WORD(first, n);
         if (!n) continue;
         uint16_t v[6] = {};
         memcpy(v, value + pair * k + first, n * sizeof *v);
