@@ -452,6 +452,21 @@ MK_DEV float2 mk_lds64(uint32_t at)
     return v;
 }
 
+/* What mk_att_fetch_rest has asked for; a warp without a block, too: its zeros were asked for. */
+MK_DEV void mk_att_fetched_rest(uint4 *rest, mk_shared *sh)
+{
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
+}
+/* Where the lane's scores of tile 0 go, of an item's `heads`: 8 or 16. Tokens of a head in another order, so that banks differ: tile ^ (head mod 8). A head's scores begin at a multiple of their
+ * size: tile k's place is tile 0's ^ 32 k. */
+MK_DEV uint32_t mk_att_scores_at(const mk_shared *sh, const mk_att *x, const mk_att_share *w, uint32_t heads)
+{
+    static_assert((MK_DYNAMIC_AT + offsetof(mk_shared, staging)) % (4 * MK_PAGE) == 0 && MK_PAGE == 64, "256 bytes");
+    const uint32_t g = w->lane >> 2, l = w->lane & 3;
+    return mk_smem(sh->staging) + mk_att_query_bytes(x->nk, x->fine) + (w->warp * heads + g) * MK_PAGE * 4 + 32 * g + 8 * l;
+}
+
 /* ---- pages out of the ring ------------------------------------------------------------------------------------------ */
 
 static_assert(MK_PAGE / MK_CACHE_STAGES == 16, "two tiles a stage, a turn of the sums' loop");
@@ -488,16 +503,32 @@ MK_DEV void mk_lds128(uint4 *x, uint32_t at, uint32_t has)
 {
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}" : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w) : "r"(at), "r"(has) : "memory");
 }
-/* mk_att_tile's. at: the lane's bytes of its token, of the warp's first block. */
-template <bool FP8> MK_DEV void mk_att_ring_tile(mk_att_regs *m, uint32_t j, uint32_t at, uint32_t scale, uint32_t has0, uint32_t has1)
+/* mk_att_tile's of both blocks, until mk_att_clear: what a condition might leave as it was would be kept beside what is made of it. at: the lane's bytes of its token, of mk_att_own's block. */
+template <bool FP8> MK_DEV void mk_att_ring_tile(mk_att_regs *m, uint32_t j, uint32_t at, uint32_t scale)
 {
     if (FP8) {
-        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.shared.v2.u32 {%0, %1}, [%3];\n\t@p ld.shared.u32 %2, [%4];\n\t}"
-                     : "+r"(m->r[0][j].x), "+r"(m->r[0][j].y), "+r"(m->r[0][j].z) : "r"(at), "r"(at + scale), "r"(has0) : "memory");
-        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p ld.shared.v2.u32 {%0, %1}, [%2];\n\t}" : "+r"(m->r[1][j].x), "+r"(m->r[1][j].y) : "r"(at + 32), "r"(has1) : "memory");
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%3];\n\tld.shared.u32 %2, [%4];" : "=r"(m->r[0][j].x), "=r"(m->r[0][j].y), "=r"(m->r[0][j].z) : "r"(at), "r"(at + scale) : "memory");
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(m->r[1][j].x), "=r"(m->r[1][j].y) : "r"(at + 32) : "memory");
     } else {
-        mk_lds128(&m->r[0][j], at, has0);
-        mk_lds128(&m->r[1][j], at + 64, has1);
+        m->r[0][j] = mk_lds128(at);
+        m->r[1][j] = mk_lds128(at + 64);
+    }
+}
+/* Who reads which block: a warp without any reads the first, which stands in every stage; a second one behind the values is the key's, or what is behind a token in a stage. */
+MK_DEV mk_att_share mk_att_own(const mk_att *x, mk_att_share w)
+{
+    if (!mk_att_has(x, &w, 0)) w.block = 0;
+    return w;
+}
+/* Blocks that the warp does not have are zeros. A latent of MK_ATT_LATENT channels has them all. */
+MK_DEV void mk_att_clear(mk_att_regs *m, const mk_att *x, const mk_att_share *w)
+{
+    if (x->nv == MK_ATT_LATENT) return;
+    const uint32_t has0 = mk_att_has(x, w, 0), has1 = mk_att_has(x, w, 1);
+#pragma unroll
+    for (uint32_t j = 0; j < 8; j++) {
+        if (!has0) m->r[0][j] = make_uint4(0, 0, 0, 0);
+        if (!has1) m->r[1][j] = make_uint4(0, 0, 0, 0);
     }
 }
 /* mk_att_load_rest's of a page whose first stage is `stage`: the tokens of the warp's pair of tiles are one. */
@@ -512,59 +543,153 @@ template <bool FP8> MK_DEV void mk_att_ring_rest(uint4 *to, const mk_shared *sh,
     }
 }
 
-/* The item and its queries stand in shared memory, its first page in registers, opened: already out of FP8. NH: heads by eight. */
-template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m, bool opened)
+/* ---- an item -------------------------------------------------------------------------------------------------------- */
+
+/* What it comes to. NH: heads by eight. */
+template <uint32_t NH> struct mk_att_sums {
+    float acc[2][2][NH][4]; /* the warp's blocks, halves of their channels (mk_att_four), heads */
+    float top[NH], sum[NH]; /* of the warp's heads: the largest score so far, the lane's part of sum p */
+};
+template <uint32_t NH> MK_DEV void mk_att_none(mk_att_sums<NH> *y)
 {
-    constexpr uint32_t H = 8 * NH, NB = 2; /* blocks of values */
-    mk_att_shared *s = mk_att_sh(sh);
-    float acc[NB][2][NH][4], top[NH], sum[NH]; /* of the warp's heads: the largest score so far, the lane's part of sum p */
 #pragma unroll
-    for (uint32_t n = 0; n < NH; n++) top[n] = -INFINITY, sum[n] = 0;
+    for (uint32_t n = 0; n < NH; n++) y->top[n] = -INFINITY, y->sum[n] = 0;
 #pragma unroll
     for (uint32_t n = 0; n < NH; n++)
 #pragma unroll
-        for (uint32_t i = 0; i < NB; i++)
+        for (uint32_t i = 0; i < 2; i++)
 #pragma unroll
-            for (uint32_t k = 0; k < 8; k++) acc[i][k / 4][n][k % 4] = 0;
+            for (uint32_t k = 0; k < 8; k++) y->acc[i][k / 4][n][k % 4] = 0;
+}
+MK_DEV void mk_att_open_page(mk_att_regs *m)
+{
+#pragma unroll
+    for (uint32_t j = 0; j < 8; j++) {
+        const uint32_t by = mk_att_by(m->r[0][j].z);
+        mk_att_open(&m->r[0][j], by);
+        mk_att_open(&m->r[1][j], by);
+    }
+}
+/* Of the warp's blocks: scores of MK_ATT_ABREAST tiles from k0 on. */
+MK_DEV void mk_att_products(float (*c)[4], const mk_att_left *u0, const mk_att_left *u1, const mk_att_regs *m, uint32_t k0)
+{
+#pragma unroll
+    for (uint32_t k = 0; k < MK_ATT_ABREAST; k++) c[k][0] = c[k][1] = c[k][2] = c[k][3] = 0;
+#pragma unroll
+    for (uint32_t part = 0; part < 4; part++)
+#pragma unroll
+        for (uint32_t k = 0; k < MK_ATT_ABREAST; k++) mk_att_half(c[k], part < 2 ? u0 : u1, m->r[part / 2][k0 + k], part & 1);
+}
+/* And of the rest: block by block, of two tiles. */
+template <uint32_t NH> MK_DEV void mk_att_rest_products(float (*e)[4], const mk_att_left *u, const uint4 *rest)
+{
+#pragma unroll
+    for (uint32_t part = 0; part < 2 * NH; part++)
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) mk_att_half(e[j], &u[part / 2], rest[j], part & 1);
+}
+/* All warps' scores of a lane's two tokens, added up: in c[0]. */
+MK_DEV void mk_att_add(float2 *c)
+{
+#pragma unroll
+    for (uint32_t k = MK_WARPS / 2; k; k >>= 1)
+#pragma unroll
+        for (uint32_t j = 0; j < k; j++) c[j].x = __fadd_rn(c[j].x, c[j + k].x), c[j].y = __fadd_rn(c[j].y, c[j + k].y);
+}
+/* From there to p. left: tokens from the page's first on. */
+MK_DEV void mk_att_weigh(mk_att_shared *s, float *top, float *sum, float2 c, float scale, uint32_t h, uint32_t lane, uint32_t left)
+{
+    const uint32_t t = lane / 8 * 16 + lane % 8; /* a lane has rows 2 lane and 2 lane + 1, counted through the tiles: tokens t and t + 8 */
+    const float a = t < left ? __fmul_rn(c.x, scale) : -INFINITY, b = t + 8 < left ? __fmul_rn(c.y, scale) : -INFINITY, before = *top;
+    *top = fmaxf(mk_warp_top(fmaxf(a, b)), before);
+    const uint32_t p = mk_bf16_pair(mk_exp_fast(a - *top), mk_exp_fast(b - *top));
+    const float shrink = mk_exp_fast(before - *top);
+    s->p[h][lane] = p;
+    if (lane == 0) s->shrink[h] = shrink;
+    *sum = __fmaf_rn(*sum, shrink, __fadd_rn(mk_bf16_value(p & 0xffffu), __uint_as_float(p & 0xffff0000u)));
+}
+template <uint32_t NH> MK_DEV void mk_att_shrink(const mk_att_shared *s, mk_att_sums<NH> *y, uint32_t l)
+{
+#pragma unroll
+    for (uint32_t n = 0; n < NH; n++) {
+        const float2 shrink = *(const float2 *)&s->shrink[n * 8 + 2 * l];
+#pragma unroll
+        for (uint32_t i = 0; i < 2; i++)
+#pragma unroll
+            for (uint32_t k = 0; k < 8; k++) y->acc[i][k / 4][n][k % 4] = __fmul_rn(y->acc[i][k / 4][n][k % 4], k & 1 ? shrink.y : shrink.x);
+    }
+}
+/* Two tiles of a block as left operands, one's tokens behind the other's: of a lane's first two words, and of its last two. */
+MK_DEV void mk_att_turn(uint4 *f, uint4 a, uint4 b)
+{
+    f[0] = make_uint4(mk_turn(a.x), mk_turn(a.y), mk_turn(b.x), mk_turn(b.y));
+    f[1] = make_uint4(mk_turn(a.z), mk_turn(a.w), mk_turn(b.z), mk_turn(b.w));
+}
+/* These, of block i, times p of tiles 2 k and 2 k + 1. */
+template <uint32_t NH> MK_DEV void mk_att_sum(const mk_att_shared *s, mk_att_sums<NH> *y, uint32_t i, const uint4 *f, uint32_t k, uint32_t lane)
+{
+    const uint32_t *p = &s->p[lane >> 2][(lane & 3) + 8 * k];
+#pragma unroll
+    for (uint32_t n = 0; n < NH; n++) {
+        const uint32_t p0 = p[n * 8 * MK_ATT_P_WORDS], p1 = p[n * 8 * MK_ATT_P_WORDS + 4];
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) mk_mma(y->acc[i][j][n], f[j].x, f[j].y, f[j].z, f[j].w, p0, p1);
+    }
+}
+/* An item's partials. */
+template <uint32_t NH> MK_DEV void mk_att_store(mk_shared *sh, const mk_att_sums<NH> *y)
+{
+    const mk_att x = mk_att_numbers(sh);
+    const mk_att_share w = mk_att_deal(x.nv);
+    const uint32_t group = w.lane >> 2, l = w.lane & 3, floats = x.nv + 4, c = w.block * 32 + 4 * group;
+    float *dst = mk_att_dst(sh);
+#pragma unroll
+    for (uint32_t n = 0; n < NH; n++) {
+        const uint32_t h = n * 8 + w.warp;
+        const float all = mk_warp_sum(y->sum[n]);
+        if (w.lane == n && h < x.heads) __stcg((float2 *)(dst + (h * floats + x.nv)), make_float2(y->top[n], all));
+    }
+    dst += 2 * l * floats + c;
+#pragma unroll
+    for (uint32_t n = 0; n < NH; n++)
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) {
+            float *const to = dst + (n * 8 + j) * floats;
+#pragma unroll
+            for (uint32_t i = 0; i < 2; i++) {
+                const float4 z = mk_att_four(y->acc[i][0][n], y->acc[i][1][n], j, group);
+                if (n * 8 + 2 * l + j < x.heads && c + 32 * i < x.nv && (!i || x.nv > 32 * MK_WARPS)) __stcg((float4 *)(to + 32 * i), z);
+            }
+        }
+}
 
-    /* RING: page `number`, if it is in the ring, begins with stage first + number * MK_CACHE_STAGES */
-    const uint32_t before = RING ? s->before : 0, first = RING ? sh->memo[threadIdx.x / 32].next.at - before * MK_CACHE_STAGES : 0;
+/* A row's item in a step of several: it and its queries stand in shared memory, its first page in registers, opened: already out of FP8. */
+template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_regs *m, bool opened)
+{
+    constexpr uint32_t H = 8 * NH;
+    mk_att_shared *s = mk_att_sh(sh);
+    mk_att_sums<NH> y;
+    mk_att_none<NH>(&y);
     uint32_t number = 0;
 #pragma unroll 1
     for (;; number++) {
-        const bool ringed = RING && number >= before;
         { /* scores */
             const mk_att x = mk_att_numbers(sh);
             const uint32_t nk = x.nk, fine = x.fine, blocks = (nk + 31) / 32, left = x.n - number * MK_PAGE;
             const mk_att_share w = mk_att_deal(x.nv);
-            const uint32_t tokens = min(left, (uint32_t)MK_PAGE), g = w.lane >> 2, l = w.lane & 3;
+            const uint32_t tokens = min(left, (uint32_t)MK_PAGE), b0 = x.nv / 32 + w.rest;
             const uint8_t *q = sh->staging + w.lane * 16, *qf = q + mk_att_plane_bytes(blocks) - mk_att_plane_bytes(fine); /* the second plane, had block 0 one */
-            if (!RING && left > 2 * MK_PAGE && threadIdx.x == 0) mk_bulk_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]) + s->ask.x, s->ask.y);
-            const uint32_t b0 = x.nv / 32 + w.rest;
+            if (left > 2 * MK_PAGE && threadIdx.x == 0) mk_bulk_prefetch(mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 2]) + s->ask.x, s->ask.y);
             uint4 rest[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-            if (ringed)
-                mk_att_ring_rest<FP8>(rest, sh, &x, &w, first + number * MK_CACHE_STAGES);
-            else if (NH > 1)
-                mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b0, tokens); /* no room in shared memory */
+            if (NH > 1) mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b0, tokens); /* no room in shared memory */
             const mk_att_left u0 = mk_att_query(q, w.block < blocks ? w.block : 0);
             const mk_att_left u1 = mk_att_query(q, w.block + 1 < blocks ? w.block + 1 : 0);
-            if (FP8 && !(opened && !number))
-#pragma unroll
-                for (uint32_t j = 0; j < 8; j++) {
-                    const uint32_t by = mk_att_by(m->r[0][j].z);
-                    mk_att_open(&m->r[0][j], by);
-                    mk_att_open(&m->r[1][j], by);
-                }
-            /* tokens of a head in another order, so that banks differ: tile ^ (head mod 8). A head's scores begin at a multiple of their size: tile k's place is tile 0's ^ 32 k */
-            static_assert((MK_DYNAMIC_AT + offsetof(mk_shared, staging)) % (4 * MK_PAGE) == 0 && MK_PAGE == 64, "256 bytes");
-            const uint32_t to = mk_smem(sh->staging) + mk_att_query_bytes(nk, fine) + (w.warp * H + g) * MK_PAGE * 4 + 32 * g + 8 * l;
+            if (FP8 && !(opened && !number)) mk_att_open_page(m);
+            const uint32_t to = mk_att_scores_at(sh, &x, &w, H);
 #pragma unroll
             for (uint32_t k0 = 0; k0 < 8; k0 += MK_ATT_ABREAST) {
-                float c[MK_ATT_ABREAST][4] = {};
-#pragma unroll
-                for (uint32_t part = 0; part < 4; part++)
-#pragma unroll
-                    for (uint32_t k = 0; k < MK_ATT_ABREAST; k++) mk_att_half(c[k], part < 2 ? &u0 : &u1, m->r[part / 2][k0 + k], part & 1);
+                float c[MK_ATT_ABREAST][4];
+                mk_att_products(c, &u0, &u1, m, k0);
 #pragma unroll
                 for (uint32_t k = 0; k < MK_ATT_ABREAST; k++) {
                     const uint32_t t = to ^ 32 * (k0 + k);
@@ -572,45 +697,36 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
                     if (NH > 1) mk_sts64(t + 8 * MK_PAGE * 4, __float_as_uint(c[k][2]), __float_as_uint(c[k][3]));
                 }
             }
-            { /* the rest, on top of what the lane wrote */
+            { /* the rest, on top of what the lane wrote: registers are for what goes from row to row */
                 float e[2][4] = {};
-                float2 y[2], y8[2];
+                float2 z[2], z8[2];
 #pragma unroll
                 for (uint32_t j = 0; j < 2; j++) {
-                    y[j] = mk_lds64(to ^ 32 * (2 * w.pair + j));
-                    if (NH > 1) y8[j] = mk_lds64((to ^ 32 * (2 * w.pair + j)) + 8 * MK_PAGE * 4);
+                    z[j] = mk_lds64(to ^ 32 * (2 * w.pair + j));
+                    if (NH > 1) z8[j] = mk_lds64((to ^ 32 * (2 * w.pair + j)) + 8 * MK_PAGE * 4);
                 }
-                if (NH == 1 && !ringed) {
-                    asm volatile("cp.async.wait_all;" ::: "memory"); /* a warp without a block, too: its zeros were asked for */
-                    rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
-                }
+                if (NH == 1) mk_att_fetched_rest(rest, sh);
 #pragma unroll 1
-                for (uint32_t b = b0; b < blocks; b += 2) { /* RING: one */
-                    if (!RING && b != b0) mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b, tokens); /* more than 64 rotary channels */
+                for (uint32_t b = b0; b < blocks; b += 2) {
+                    if (b != b0) mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[number]), &x, &w, b, tokens); /* more than 64 rotary channels */
                     mk_att_left u[NH];
 #pragma unroll
                     for (uint32_t n = 0; n < NH; n++) u[n] = mk_att_query(n ? qf : q, b);
-#pragma unroll
-                    for (uint32_t part = 0; part < 2 * NH; part++)
-#pragma unroll
-                        for (uint32_t j = 0; j < 2; j++) mk_att_half(e[j], &u[part / 2], rest[j], part & 1);
-                    if (RING) break;
+                    mk_att_rest_products<NH>(e, u, rest);
                 }
 #pragma unroll
                 for (uint32_t j = 0; j < 2; j++) {
                     const uint32_t t = to ^ 32 * (2 * w.pair + j), t8 = t + 8 * MK_PAGE * 4;
                     if (NH == 1) e[j][0] = __fadd_rn(e[j][0], e[j][2]), e[j][1] = __fadd_rn(e[j][1], e[j][3]);
-                    mk_sts64(t, __float_as_uint(__fadd_rn(y[j].x, e[j][0])), __float_as_uint(__fadd_rn(y[j].y, e[j][1])));
-                    if (NH > 1) mk_sts64(t8, __float_as_uint(__fadd_rn(y8[j].x, e[j][2])), __float_as_uint(__fadd_rn(y8[j].y, e[j][3])));
+                    mk_sts64(t, __float_as_uint(__fadd_rn(z[j].x, e[j][0])), __float_as_uint(__fadd_rn(z[j].y, e[j][1])));
+                    if (NH > 1) mk_sts64(t8, __float_as_uint(__fadd_rn(z8[j].x, e[j][2])), __float_as_uint(__fadd_rn(z8[j].y, e[j][3])));
                 }
             }
         }
         const mk_att x = mk_att_numbers(sh); /* before the barrier, behind which everybody would wait for it */
-        { /* softmax: a lane has rows 2 lane and 2 lane + 1, counted through the tiles: tokens t and t + 8 */
+        { /* softmax */
             const mk_att_share w = mk_att_deal(0);
             mk_sync();
-            if (ringed) mk_att_stages_leave(sh, first + number * MK_CACHE_STAGES, w.warp, w.lane);
-            const uint32_t tokens = x.n - number * MK_PAGE, t = w.lane / 8 * 16 + w.lane % 8;
             const float *score = (const float *)(sh->staging + mk_att_query_bytes(x.nk, x.fine));
 #pragma unroll
             for (uint32_t n = 0; n < NH; n++) {
@@ -620,17 +736,8 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
                 float2 c[MK_WARPS];
 #pragma unroll
                 for (uint32_t k = 0; k < MK_WARPS; k++) c[k] = *(const float2 *)(from + k * H * MK_PAGE);
-#pragma unroll
-                for (uint32_t k = MK_WARPS / 2; k; k >>= 1)
-#pragma unroll
-                    for (uint32_t j = 0; j < k; j++) c[j].x = __fadd_rn(c[j].x, c[j + k].x), c[j].y = __fadd_rn(c[j].y, c[j + k].y);
-                const float a = t < tokens ? __fmul_rn(c[0].x, x.scale) : -INFINITY, b = t + 8 < tokens ? __fmul_rn(c[0].y, x.scale) : -INFINITY, before = top[n];
-                top[n] = fmaxf(mk_warp_top(fmaxf(a, b)), before);
-                const uint32_t p = mk_bf16_pair(mk_exp_fast(a - top[n]), mk_exp_fast(b - top[n]));
-                const float shrink = mk_exp_fast(before - top[n]);
-                s->p[h][w.lane] = p;
-                if (w.lane == 0) s->shrink[h] = shrink;
-                sum[n] = __fmaf_rn(sum[n], shrink, __fadd_rn(mk_bf16_value(p & 0xffffu), __uint_as_float(p & 0xffff0000u)));
+                mk_att_add(c);
+                mk_att_weigh(s, &y.top[n], &y.sum[n], c[0], x.scale, h, w.lane, x.n - number * MK_PAGE);
             }
         }
         const uint32_t left = x.n - number * MK_PAGE, next_tokens = min(left - min(left, (uint32_t)MK_PAGE), (uint32_t)MK_PAGE);
@@ -638,79 +745,138 @@ template <uint32_t NH, bool FP8, bool RING> MK_DEV void mk_attend(mk_shared *sh,
             const mk_att_share w = mk_att_deal(x.nv);
             mk_sync();
             const uint32_t g = w.lane >> 2, l = w.lane & 3, scale = FP8 ? mk_att_scale(&x, &w, l) : 0, has0 = mk_att_has(&x, &w, 0), has1 = mk_att_has(&x, &w, 1);
-            const uint32_t *p = &s->p[g][l];
             const uint8_t *next = 0, *at = 0;
-            uint32_t stage = 0, own = 0; /* RING: the page's first; the lane's bytes of it */
-            if (RING && next_tokens) {
-                stage = first + (number + 1) * MK_CACHE_STAGES;
-                own = mk_att_stage_own<FP8>(&x, &w);
-                mk_att_stages_await(sh, stage);
-            } else if (next_tokens) {
+            if (next_tokens) {
                 next = mk_att_page(&sh->args, mk_att_base(sh), s->page[number + 1]);
                 at = mk_att_block<FP8>(next, &w, l);
             }
-            if (number)
-#pragma unroll
-                for (uint32_t n = 0; n < NH; n++) {
-                    const float2 shrink = *(const float2 *)&s->shrink[n * 8 + 2 * l];
-#pragma unroll
-                    for (uint32_t i = 0; i < NB; i++)
-#pragma unroll
-                        for (uint32_t k = 0; k < 8; k++) acc[i][k / 4][n][k % 4] = __fmul_rn(acc[i][k / 4][n][k % 4], k & 1 ? shrink.y : shrink.x);
-                }
+            if (number) mk_att_shrink<NH>(s, &y, l);
 #pragma unroll
             for (uint32_t k = 0; k < 4; k++) {
-                uint32_t p0[NH], p1[NH];
 #pragma unroll
-                for (uint32_t n = 0; n < NH; n++) p0[n] = p[n * 8 * MK_ATT_P_WORDS + 8 * k], p1[n] = p[n * 8 * MK_ATT_P_WORDS + 8 * k + 4];
-#pragma unroll
-                for (uint32_t i = 0; i < NB; i++) {
-                    const uint4 a = m->r[i][2 * k], b = m->r[i][2 * k + 1];
-                    const uint32_t a0 = mk_turn(a.x), a1 = mk_turn(a.y), b0 = mk_turn(b.x), b1 = mk_turn(b.y);
-                    const uint32_t a2 = mk_turn(a.z), a3 = mk_turn(a.w), b2 = mk_turn(b.z), b3 = mk_turn(b.w);
-#pragma unroll
-                    for (uint32_t n = 0; n < NH; n++) {
-                        mk_mma(acc[i][0][n], a0, a1, b0, b1, p0[n], p1[n]);
-                        mk_mma(acc[i][1][n], a2, a3, b2, b3, p0[n], p1[n]);
-                    }
+                for (uint32_t i = 0; i < 2; i++) {
+                    uint4 f[2];
+                    mk_att_turn(f, m->r[i][2 * k], m->r[i][2 * k + 1]);
+                    mk_att_sum<NH>(s, &y, i, f, k, w.lane);
                 }
-                if (RING && next_tokens) {
-                    const uint32_t from = mk_stage_at(sh, stage + k) + own;
-                    mk_att_ring_tile<FP8>(m, 2 * k, from, scale, has0, has1);
-                    mk_att_ring_tile<FP8>(m, 2 * k + 1, from + 4 * x.bytes, scale, has0, has1);
-                } else if (next_tokens) {
+                if (next_tokens)
 #pragma unroll
                     for (uint32_t j = 2 * k; j < 2 * k + 2; j++) mk_att_tile<FP8>(m, j, at, g, next_tokens, x.bytes, scale, has0, has1);
-                }
             }
-            if (NH == 1 && !RING && next_tokens) mk_att_fetch_rest<FP8>(sh, next, &x, &w, next_tokens);
+            if (NH == 1 && next_tokens) mk_att_fetch_rest<FP8>(sh, next, &x, &w, next_tokens);
         }
         if (!next_tokens) break;
     }
+    mk_att_store<NH>(sh, &y);
+}
 
-    const mk_att x = mk_att_numbers(sh);
-    const mk_att_share w = mk_att_deal(x.nv);
-    if (RING && number >= before) mk_stages_pass(sh, w.warp, w.lane, (number + 1 - before) * MK_CACHE_STAGES);
-    const uint32_t group = w.lane >> 2, l = w.lane & 3, floats = x.nv + 4, c = w.block * 32 + 4 * group;
-    float *dst = mk_att_dst(sh);
+/* The item of a step's only row: the same bits, with its pages out of the ring but for the first, if mk_att_shared.before says so. What is the same for every page is worked out once, the rest's
+ * scores are added in registers, and the warp's heads are weighed side by side, be they the item's or not. */
+template <uint32_t NH, bool FP8> MK_DEV void mk_attend_one(mk_shared *sh, mk_att_regs *m)
+{
+    constexpr uint32_t H = 8 * NH;
+    mk_att_shared *s = mk_att_sh(sh);
+    mk_att_sums<NH> y;
+    mk_att_none<NH>(&y);
+    const uint32_t before = s->before, first = sh->memo[threadIdx.x / 32].next.at - before * MK_CACHE_STAGES; /* page `number` begins with stage first + number * MK_CACHE_STAGES */
+    uint32_t q[2], qr[NH], to, from, left, number = 0; /* in the staging area: queries of the warp's blocks, of the rest's by planes. Shared addresses: of scores to be stored and to be added */
+    {
+        const mk_att x = mk_att_numbers(sh);
+        const mk_att_share w = mk_att_deal(x.nv);
+        const uint32_t blocks = (x.nk + 31) / 32, own = w.lane * 16;
 #pragma unroll
-    for (uint32_t n = 0; n < NH; n++) {
-        const uint32_t h = n * 8 + w.warp;
-        const float all = mk_warp_sum(sum[n]);
-        if (w.lane == n && h < x.heads) __stcg((float2 *)(dst + (h * floats + x.nv)), make_float2(top[n], all));
+        for (uint32_t i = 0; i < 2; i++) q[i] = own + (w.block + i < blocks ? w.block + i : 0) * 1024;
+#pragma unroll
+        for (uint32_t n = 0; n < NH; n++) qr[n] = own + (x.nv / 32 + w.rest) * 1024 + (n ? mk_att_plane_bytes(blocks) - mk_att_plane_bytes(x.fine) : 0);
+        to = mk_att_scores_at(sh, &x, &w, H);
+        from = mk_smem(sh->staging) + mk_att_query_bytes(x.nk, x.fine) + (w.warp * MK_PAGE + (2 * w.lane ^ w.warp * 8)) * 4;
+        left = x.n;
     }
-    dst += 2 * l * floats + c;
+#pragma unroll 1
+    for (;; number++, left -= MK_PAGE) {
+        const bool ringed = number >= before;
+        { /* scores */
+            const mk_att x = mk_att_numbers(sh);
+            const mk_att_share w = mk_att_deal(x.nv);
+            uint4 rest[2];
+            if (ringed)
+                mk_att_ring_rest<FP8>(rest, sh, &x, &w, first + number * MK_CACHE_STAGES);
+            else if (NH > 1)
+                mk_att_load_rest<FP8>(rest, mk_att_page(&sh->args, mk_att_base(sh), s->page[0]), &x, &w, x.nv / 32 + w.rest, min(left, (uint32_t)MK_PAGE));
+            else
+                mk_att_fetched_rest(rest, sh);
+            mk_att_clear(m, &x, &w);
+            if (FP8) mk_att_open_page(m);
+            mk_att_left u[NH];
+            float e[2][4] = {};
 #pragma unroll
-    for (uint32_t n = 0; n < NH; n++)
+            for (uint32_t n = 0; n < NH; n++) u[n] = mk_att_query(sh->staging + qr[n], 0);
+            mk_att_rest_products<NH>(e, u, rest);
 #pragma unroll
-        for (uint32_t j = 0; j < 2; j++) {
-            float *const to = dst + (n * 8 + j) * floats;
+            for (uint32_t j = 0; j < 2; j++)
+                if (NH == 1) e[j][0] = __fadd_rn(e[j][0], e[j][2]), e[j][1] = __fadd_rn(e[j][1], e[j][3]);
+            const mk_att_left u0 = mk_att_query(sh->staging + q[0], 0), u1 = mk_att_query(sh->staging + q[1], 0);
 #pragma unroll
-            for (uint32_t i = 0; i < NB; i++) {
-                const float4 y = mk_att_four(acc[i][0][n], acc[i][1][n], j, group);
-                if (n * 8 + 2 * l + j < x.heads && c + 32 * i < x.nv && (!i || x.nv > 32 * MK_WARPS)) __stcg((float4 *)(to + 32 * i), y);
+            for (uint32_t k0 = 0; k0 < 8; k0 += MK_ATT_ABREAST) {
+                float c[MK_ATT_ABREAST][4];
+                mk_att_products(c, &u0, &u1, m, k0);
+#pragma unroll
+                for (uint32_t k = 0; k < MK_ATT_ABREAST; k++) {
+                    const uint32_t t = to ^ 32 * (k0 + k);
+                    const bool own = w.pair == (k0 + k) / 2;
+#pragma unroll
+                    for (uint32_t i = 0; i < 2 * NH; i++) c[k][i] = own ? __fadd_rn(c[k][i], e[k & 1][i]) : c[k][i];
+                    mk_sts64(t, __float_as_uint(c[k][0]), __float_as_uint(c[k][1]));
+                    if (NH > 1) mk_sts64(t + 8 * MK_PAGE * 4, __float_as_uint(c[k][2]), __float_as_uint(c[k][3]));
+                }
             }
         }
+        const mk_att x = mk_att_numbers(sh); /* before the barrier, behind which everybody would wait for it */
+        const mk_att_share w = mk_att_deal(x.nv), block = mk_att_own(&x, w);
+        const uint32_t scale = FP8 ? mk_att_scale(&x, &block, w.lane & 3) : 0;
+        const bool more = left > MK_PAGE;
+        uint32_t stage[MK_CACHE_STAGES], there = 1; /* of the next page: the lane's bytes there. Behind the last one the queries are read, and nobody looks at it */
+        uint4 f[2][4][2];                           /* this one's values */
+        { /* softmax */
+            mk_sync();
+            if (ringed) mk_att_stages_leave(sh, first + number * MK_CACHE_STAGES, w.warp, w.lane);
+            float2 c[NH][MK_WARPS];
+#pragma unroll
+            for (uint32_t n = 0; n < NH; n++)
+#pragma unroll
+                for (uint32_t k = 0; k < MK_WARPS; k++) c[n][k] = mk_lds64(from + (n * 8 + k * H) * MK_PAGE * 4);
+            const uint32_t next = first + (number + 1) * MK_CACHE_STAGES, own = mk_att_stage_own<FP8>(&x, &block);
+#pragma unroll
+            for (uint32_t k = 0; k < MK_CACHE_STAGES; k++) {
+                stage[k] = more ? mk_stage_at(sh, next + k) + own : mk_smem(sh->staging);
+                there &= mk_mbar_test(mk_stage_bar(sh, next + k), mk_stage_parity(next + k));
+            }
+#pragma unroll
+            for (uint32_t k = 0; k < 4; k++)
+#pragma unroll
+                for (uint32_t i = 0; i < 2; i++) mk_att_turn(f[i][k], m->r[i][2 * k], m->r[i][2 * k + 1]);
+#pragma unroll
+            for (uint32_t n = 0; n < NH; n++) mk_att_add(c[n]);
+#pragma unroll
+            for (uint32_t n = 0; n < NH; n++) mk_att_weigh(s, &y.top[n], &y.sum[n], c[n][0], x.scale, n * 8 + w.warp, w.lane, left);
+        }
+        { /* sums */
+            mk_sync();
+            if (more && !there) mk_att_stages_await(sh, first + (number + 1) * MK_CACHE_STAGES);
+            mk_att_shrink<NH>(s, &y, w.lane & 3); /* of the first page: zeros */
+#pragma unroll
+            for (uint32_t k = 0; k < 4; k++) {
+#pragma unroll
+                for (uint32_t i = 0; i < 2; i++) mk_att_sum<NH>(s, &y, i, f[i][k], k, w.lane);
+                mk_att_ring_tile<FP8>(m, 2 * k, stage[k], scale);
+                mk_att_ring_tile<FP8>(m, 2 * k + 1, stage[k] + 4 * x.bytes, scale);
+            }
+        }
+        if (!more) break;
+    }
+    const mk_att_share w = mk_att_deal(0);
+    if (number >= before) mk_stages_pass(sh, w.warp, w.lane, (number + 1 - before) * MK_CACHE_STAGES);
+    mk_att_store<NH>(sh, &y);
 }
 
 /* The first of a part's items of some rows, before whose items `base` others went to the parts in turn, counted modulo these. */
@@ -768,10 +934,11 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_att_begin_one(const mk_dev *d, c
     }
     mk_sync();
     if (ringed) {
-        const uint32_t stage = d->memo->next.at, own = mk_att_stage_own<FP8>(x, w);
+        const mk_att_share block = mk_att_own(x, *w);
+        const uint32_t stage = d->memo->next.at, own = mk_att_stage_own<FP8>(x, &block), from = FP8 ? mk_att_scale(x, &block, l) : 0;
         mk_att_stages_await(d->sh, stage);
 #pragma unroll
-        for (uint32_t j = 0; j < 8; j++) mk_att_ring_tile<FP8>(m, j, mk_stage_at(d->sh, stage + j / 2) + own + j % 2 * 4 * x->bytes, scale, has0, has1);
+        for (uint32_t j = 0; j < 8; j++) mk_att_ring_tile<FP8>(m, j, mk_stage_at(d->sh, stage + j / 2) + own + j % 2 * 4 * x->bytes, from);
     } else if (NH == 1) {
         mk_att_fetch_rest<FP8>(d->sh, mk_att_page(d->a, x->base, id0), x, w, min(x->n, (uint32_t)MK_PAGE));
     }

@@ -254,7 +254,7 @@ template <uint32_t NH, bool FP8> MK_CALL void mk_mla_items(const mk_insn *in)
                 }
                 mk_sync();
                 mk_trace_input(d);
-                mk_attend<NH, FP8, false>(d->sh, &regs, again && n <= MK_PAGE);
+                mk_attend<NH, FP8>(d->sh, &regs, again && n <= MK_PAGE);
                 again = true;
             }
         }
@@ -471,7 +471,7 @@ template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
             mk_mla_queries_one(d, m, f, &asked, item.h0, item.heads, NH > 1);
         mk_sync();
         if (!number) mk_trace_input(d);
-        mk_attend<NH, FP8, true>(d->sh, &regs, false);
+        mk_attend_one<NH, FP8>(d->sh, &regs);
     }
     return in->signal_vec;
 }
