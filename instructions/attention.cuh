@@ -845,10 +845,13 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend_one(mk_shared *sh, mk_att
             for (uint32_t n = 0; n < NH; n++)
 #pragma unroll
                 for (uint32_t k = 0; k < MK_WARPS; k++) c[n][k] = mk_lds64(from + (n * 8 + k * H) * MK_PAGE * 4);
-            const uint32_t next = first + (number + 1) * MK_CACHE_STAGES, own = mk_att_stage_own<FP8>(&x, &block);
+            const uint32_t next = first + (number + 1) * MK_CACHE_STAGES;
+            uint32_t at = mk_smem(sh) + sh->args.ring.at + mk_att_stage_own<FP8>(&x, &block), stride = sh->args.ring.stride;
+            mk_keep(&at), mk_keep(&stride); /* else loads with conditions of their own */
+            at = more ? at : mk_smem(sh->staging), stride = more ? stride : 0;
 #pragma unroll
             for (uint32_t k = 0; k < MK_CACHE_STAGES; k++) {
-                stage[k] = more ? mk_stage_at(sh, next + k) + own : mk_smem(sh->staging);
+                stage[k] = at + (next + k) % MK_STAGES * stride;
                 there &= mk_mbar_test(mk_stage_bar(sh, next + k), mk_stage_parity(next + k));
             }
 #pragma unroll
