@@ -1,8 +1,8 @@
 /* MLA on the device: up to 16 query heads over one split of a row's cache, on tensor cores; and what GQA_PARTIAL shares with it.
  *
  * A page of 64 tokens at a time. A warp reads, once, straight from L2 into registers, two blocks of 32 channels of all its tokens, which are keys and values. All these
- * loads are under way before the queries are there. In a step of one row pages come by bulk copies into stages of the ring of weights, where the loader puts them beside everything else (RING;
- * kernel.cu, feed_cache), and out of these as soon as a register is free: loads that are asked for when the queries are waited for would stand in front of them. Only the page with the newest token,
+ * loads are under way before the queries are there. In a step of one row pages come by bulk copies into stages of the ring of weights, where the loader puts them beside everything else
+ * (mk_attend_one; kernel.cu, feed_cache), and out of these as soon as a register is free: loads that are asked for when the queries are waited for would stand in front of them. Only the page with the newest token,
  * which is written in this step, comes straight from L2 if it is an item's first. In other steps all do, the page after the next being prefetched into it by those together who read it.
  *   scores   a warp's: of its channels alone, heads by eight (the right operand; tokens are the left one's rows), into shared memory
  *   softmax  warp w has heads w and w + 8: adds the warps' scores, p = exp(s - max) rounded to bf16, a running maximum; sum p adds the same rounded p, by lanes until the end
@@ -45,10 +45,10 @@ typedef struct mk_att {
 typedef struct mk_att_shared {
     alignas(16) uint32_t p[MK_ATT_HEADS][MK_ATT_P_WORDS]; /* bf16, two tokens a word */
     float shrink[MK_ATT_HEADS];                           /* what earlier pages' sums are multiplied with */
-    uint32_t page[MK_ATT_PAGES];                          /* of the split; RING: the first, if it does not come that way */
+    uint32_t page[MK_ATT_PAGES];                          /* of the split; in a step of one row the first, if it does not come through the ring */
     alignas(16) uint4 item[3];                            /* of mk_att: up to rest_at, base, dst */
     uint2 ask;                                            /* ask_at, ask */
-    uint32_t before;                                      /* RING: pages that are not in the ring: 1 if the first is not, else 0 */
+    uint32_t before;                                      /* in a step of one row: pages that are not in the ring: 1 if the first is not, else 0 */
 } mk_att_shared;
 #define MK_ATT_ROOM (MK_STAGING + MK_RED_FLOATS * 4 - (sizeof(mk_att_shared) + 15) / 16 * 16) /* before it */
 static_assert(offsetof(mk_shared, red) == offsetof(mk_shared, staging) + MK_STAGING, "one area");
@@ -503,7 +503,8 @@ MK_DEV void mk_lds128(uint4 *x, uint32_t at, uint32_t has)
 {
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}" : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w) : "r"(at), "r"(has) : "memory");
 }
-/* mk_att_tile's of both blocks, until mk_att_clear: what a condition might leave as it was would be kept beside what is made of it. at: the lane's bytes of its token, of mk_att_own's block. */
+/* mk_att_tile's, always of two blocks: those that the warp does not have are cleared when the page's turn comes (mk_att_clear), for a load with a condition keeps the registers from others until then.
+ * at: the lane's bytes of its token, of the block that mk_att_own says. */
 template <bool FP8> MK_DEV void mk_att_ring_tile(mk_att_regs *m, uint32_t j, uint32_t at, uint32_t scale)
 {
     if (FP8) {
@@ -514,7 +515,7 @@ template <bool FP8> MK_DEV void mk_att_ring_tile(mk_att_regs *m, uint32_t j, uin
         m->r[1][j] = mk_lds128(at + 64);
     }
 }
-/* Who reads which block: a warp without any reads the first, which stands in every stage; a second one behind the values is the key's, or what is behind a token in a stage. */
+/* A warp without a block reads the first, so that everybody reads within the stage. */
 MK_DEV mk_att_share mk_att_own(const mk_att *x, mk_att_share w)
 {
     if (!mk_att_has(x, &w, 0)) w.block = 0;
@@ -835,7 +836,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend_one(mk_shared *sh, mk_att
         const mk_att_share w = mk_att_deal(x.nv), block = mk_att_own(&x, w);
         const uint32_t scale = FP8 ? mk_att_scale(&x, &block, w.lane & 3) : 0;
         const bool more = left > MK_PAGE;
-        uint32_t stage[MK_CACHE_STAGES], there = 1; /* of the next page: the lane's bytes there. Behind the last one the queries are read, and nobody looks at it */
+        uint32_t stage[MK_CACHE_STAGES], there = 1; /* of the next page: the lane's bytes there */
         uint4 f[2][4][2];                           /* this one's values */
         { /* softmax */
             mk_sync();
@@ -846,12 +847,10 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend_one(mk_shared *sh, mk_att
 #pragma unroll
                 for (uint32_t k = 0; k < MK_WARPS; k++) c[n][k] = mk_lds64(from + (n * 8 + k * H) * MK_PAGE * 4);
             const uint32_t next = first + (number + 1) * MK_CACHE_STAGES;
-            uint32_t at = mk_smem(sh) + sh->args.ring.at + mk_att_stage_own<FP8>(&x, &block), stride = sh->args.ring.stride;
-            mk_keep(&at), mk_keep(&stride); /* else loads with conditions of their own */
-            at = more ? at : mk_smem(sh->staging), stride = more ? stride : 0;
+            const uint32_t own = mk_att_stage_own<FP8>(&x, &block);
 #pragma unroll
             for (uint32_t k = 0; k < MK_CACHE_STAGES; k++) {
-                stage[k] = at + (next + k) % MK_STAGES * stride;
+                stage[k] = mk_stage_at(sh, next + k) + own;
                 there &= mk_mbar_test(mk_stage_bar(sh, next + k), mk_stage_parity(next + k));
             }
 #pragma unroll
@@ -863,19 +862,24 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend_one(mk_shared *sh, mk_att
 #pragma unroll
             for (uint32_t n = 0; n < NH; n++) mk_att_weigh(s, &y.top[n], &y.sum[n], c[n][0], x.scale, n * 8 + w.warp, w.lane, left);
         }
-        { /* sums */
-            mk_sync();
-            if (more && !there) mk_att_stages_await(sh, first + (number + 1) * MK_CACHE_STAGES);
-            mk_att_shrink<NH>(s, &y, w.lane & 3); /* of the first page: zeros */
+        /* sums */
+        mk_sync();
+        if (more && !there) mk_att_stages_await(sh, first + (number + 1) * MK_CACHE_STAGES);
+        mk_att_shrink<NH>(s, &y, w.lane & 3); /* of the first page: zeros */
+        if (!more) {
 #pragma unroll
-            for (uint32_t k = 0; k < 4; k++) {
+            for (uint32_t k = 0; k < 4; k++)
 #pragma unroll
                 for (uint32_t i = 0; i < 2; i++) mk_att_sum<NH>(s, &y, i, f[i][k], k, w.lane);
-                mk_att_ring_tile<FP8>(m, 2 * k, stage[k], scale);
-                mk_att_ring_tile<FP8>(m, 2 * k + 1, stage[k] + 4 * x.bytes, scale);
-            }
+            break;
         }
-        if (!more) break;
+#pragma unroll
+        for (uint32_t k = 0; k < 4; k++) {
+#pragma unroll
+            for (uint32_t i = 0; i < 2; i++) mk_att_sum<NH>(s, &y, i, f[i][k], k, w.lane);
+            mk_att_ring_tile<FP8>(m, 2 * k, stage[k], scale);
+            mk_att_ring_tile<FP8>(m, 2 * k + 1, stage[k] + 4 * x.bytes, scale);
+        }
     }
     const mk_att_share w = mk_att_deal(0);
     if (number >= before) mk_stages_pass(sh, w.warp, w.lane, (number + 1 - before) * MK_CACHE_STAGES);

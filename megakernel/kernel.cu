@@ -699,34 +699,17 @@ MK_DEV bool feed_cache(mk_feed *f, const mk_gpu_args *a, const mk_shared *sh, co
 #pragma unroll 1
         for (uint32_t k = first == last; k < n; k++) {
             const uint8_t *at = base + (uint64_t)id * a->kv_page_bytes, *from = at;
+            uint32_t here = MK_PAGE;
             if (k + 1 < n) id = __ldcg(page + k + 1);
-            if (first + k != last) { /* all tokens: few instructions a stage, for a page is multiplied as fast as one lane asks for the next */
-                const uint32_t half = tokens * bytes;
-#pragma unroll 1
-                for (uint32_t stage = 0; stage < MK_CACHE_STAGES; stage++) {
-                    if (!feed_room(f)) return false;
-                    if (f->unloaded) {
-                        mk_mbar_arrive(f->bar);
-                    } else {
-                        const uint32_t to = f->to - f->scales;
-                        mk_mbar_expect(f->bar, 2 * half);
-                        mk_bulk_copy_kept(to, from, half, f->bar);
-                        mk_bulk_copy_kept(to + half + MK_CACHE_SKEW, from + half, half, f->bar);
-                    }
-                    from += 2 * half;
-                    feed_next(f);
-                }
-                before = at;
-                continue;
+            if (first + k == last) { /* the newest token is written in this step */
+                const mk_wait *w = &in->wait[2];
+                const mk_vec *v = &sh->vec[w->vec];
+                const uint32_t target = mk_counter_target(v, step, w->pub);
+                while ((int32_t)(mk_load_acquire(a->counter + v->counter) - target) < 0)
+                    if (feed_leaves(f) || mk_load_relaxed(a->abort)) return false; /* in a phase nobody says that it is time to leave */
+                asm volatile("fence.proxy.async.global;" ::: "memory");
+                here = pos % MK_PAGE + 1;
             }
-            /* the newest token is written in this step */
-            const mk_wait *w = &in->wait[2];
-            const mk_vec *v = &sh->vec[w->vec];
-            const uint32_t target = mk_counter_target(v, step, w->pub);
-            while ((int32_t)(mk_load_acquire(a->counter + v->counter) - target) < 0)
-                if (feed_leaves(f) || mk_load_relaxed(a->abort)) return false; /* in a phase nobody says that it is time to leave */
-            asm volatile("fence.proxy.async.global;" ::: "memory");
-            uint32_t here = pos % MK_PAGE + 1;
 #pragma unroll 1
             for (uint32_t half = 0; half < 2 * MK_CACHE_STAGES; half++) {
                 const uint32_t own = min(here, tokens), to = f->to - f->scales + (half & 1 ? tokens * bytes + MK_CACHE_SKEW : 0);
@@ -740,6 +723,7 @@ MK_DEV bool feed_cache(mk_feed *f, const mk_gpu_args *a, const mk_shared *sh, co
                 from += tokens * bytes;
                 if (half & 1) feed_next(f);
             }
+            before = at;
         }
     }
     return true;
