@@ -836,7 +836,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend_one(mk_shared *sh, mk_att
         const mk_att_share w = mk_att_deal(x.nv), block = mk_att_own(&x, w);
         const uint32_t scale = FP8 ? mk_att_scale(&x, &block, w.lane & 3) : 0;
         const bool more = left > MK_PAGE;
-        uint32_t stage[MK_CACHE_STAGES], there = 1; /* of the next page: the lane's bytes there */
+        uint32_t stage[MK_CACHE_STAGES] = {}, there = 1; /* of the next page: the lane's bytes there */
         uint4 f[2][4][2];                           /* this one's values */
         { /* softmax */
             mk_sync();
@@ -846,12 +846,13 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend_one(mk_shared *sh, mk_att
             for (uint32_t n = 0; n < NH; n++)
 #pragma unroll
                 for (uint32_t k = 0; k < MK_WARPS; k++) c[n][k] = mk_lds64(from + (n * 8 + k * H) * MK_PAGE * 4);
-            const uint32_t next = first + (number + 1) * MK_CACHE_STAGES;
-            const uint32_t own = mk_att_stage_own<FP8>(&x, &block);
+            if (more) {
+                const uint32_t next = first + (number + 1) * MK_CACHE_STAGES, own = mk_att_stage_own<FP8>(&x, &block);
 #pragma unroll
-            for (uint32_t k = 0; k < MK_CACHE_STAGES; k++) {
-                stage[k] = mk_stage_at(sh, next + k) + own;
-                there &= mk_mbar_test(mk_stage_bar(sh, next + k), mk_stage_parity(next + k));
+                for (uint32_t k = 0; k < MK_CACHE_STAGES; k++) {
+                    stage[k] = mk_stage_at(sh, next + k) + own;
+                    there &= mk_mbar_test(mk_stage_bar(sh, next + k), mk_stage_parity(next + k));
+                }
             }
 #pragma unroll
             for (uint32_t k = 0; k < 4; k++)
@@ -864,7 +865,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend_one(mk_shared *sh, mk_att
         }
         /* sums */
         mk_sync();
-        if (more && !there) mk_att_stages_await(sh, first + (number + 1) * MK_CACHE_STAGES);
+        if (!there) mk_att_stages_await(sh, first + (number + 1) * MK_CACHE_STAGES);
         mk_att_shrink<NH>(s, &y, w.lane & 3); /* of the first page: zeros */
         if (!more) {
 #pragma unroll
