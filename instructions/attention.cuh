@@ -75,14 +75,12 @@ MK_DEV mk_att_shared *mk_att_sh(mk_shared *sh)
 /* The item: what it says is read where it is needed, for what does not fit the registers would come from L2; 16 bytes at a time, for each load has an address of its own. */
 MK_DEV uint4 mk_att_word(mk_shared *sh, uint32_t i)
 {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(mk_smem(&mk_att_sh(sh)->item[i])));
-    return v;
+    return mk_lds128_still(mk_smem(&mk_att_sh(sh)->item[i]));
 }
 MK_DEV mk_att mk_att_numbers(mk_shared *sh)
 {
     const uint4 a = mk_att_word(sh, 0), b = mk_att_word(sh, 1);
-    mk_att x = {a.x, a.y, a.z, a.w, b.x, b.y, __uint_as_float(b.z), b.w};
+    mk_att x = {a.x, a.y, a.z, a.w, b.x, b.y, __uint_as_float(b.z), b.w, 0, 0, 0, 0, 0, 0};
     return x;
 }
 MK_DEV const uint8_t *mk_att_base(mk_shared *sh)
@@ -233,24 +231,11 @@ MK_DEV const uint8_t *mk_att_page(const mk_gpu_args *a, const uint8_t *base, uin
     return base + id * a->kv_page_bytes;
 }
 
-/* 1 / x of a sum of p, which is neither tiny nor huge. */
-MK_DEV float mk_reciprocal(float x)
-{
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
-}
 /* The largest of the warp's values, none of them NaN, in few instructions: as integers that are ordered alike. */
 MK_DEV float mk_warp_top(float x)
 {
     const uint32_t b = __float_as_uint(x), u = __reduce_max_sync(0xffffffffu, b ^ ((uint32_t)((int32_t)b >> 31) | 0x80000000u));
     return __uint_as_float(u ^ ((uint32_t)((int32_t)~u >> 31) | 0x80000000u));
-}
-MK_DEV void mk_mma(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 /* Scores of 16 rows of queries and a tile of eight tokens over a block of 32 channels. A lane's 16 bytes of a key are channels 8 l .. 8 l + 7 of token g. */
 typedef struct mk_att_left {
@@ -272,13 +257,6 @@ MK_DEV void mk_att_dot(float *c, const mk_att_left *q, uint4 k)
 {
     mk_att_half(c, q, k, 0);
     mk_att_half(c, q, k, 1);
-}
-/* An 8 x 8 matrix of bf16 of the warp, transposed: lane (g, l) has row g, columns 2 l and 2 l + 1. */
-MK_DEV uint32_t mk_turn(uint32_t x)
-{
-    uint32_t y;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
 }
 /* Of sums of a block of 32 channels by heads: a lane (g, l) has channels 8 (g / 2) + (g mod 2) + 0, 2 (in a) and 4, 6 (in b) of heads 2 l and 2 l + 1. Of head 2 l + j two neighbours make four
  * consecutive ones, from 4 g on. */
@@ -307,8 +285,7 @@ typedef struct mk_att_share {
 MK_DEV mk_att_share mk_att_deal(uint32_t nv)
 {
     mk_att_share w;
-    uint32_t tid;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid)); /* computed where it is asked for, else it would take registers throughout */
+    const uint32_t tid = mk_tid_now(); /* worked out where it is asked for, else it would take registers throughout */
     w.lane = tid % 32;
     w.warp = tid / 32;
     w.block = w.warp * (nv > 32 * MK_WARPS ? 2 : 1);
@@ -328,59 +305,29 @@ MK_DEV uint4 *mk_att_rest_at(mk_shared *sh)
 {
     return (uint4 *)((uint8_t *)mk_att_sh(sh) - MK_ATT_REST) + threadIdx.x;
 }
-MK_DEV void mk_att_fetch(uint4 *to, const uint8_t *from, bool has)
-{
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.u32 p, %2, 0;\n\tcp.async.cg.shared.global [%0], [%1], 16, p;\n\t}" ::"r"(mk_smem(to)), "l"(from), "r"((uint32_t)has) : "memory"); /* else zeros */
-}
-
-/* 16 bytes from L2; if there are none, *x stays. */
-MK_DEV void mk_att_load_16(uint4 *x, const uint8_t *at, bool has)
-{
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
-                 : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w)
-                 : "l"(at), "r"((uint32_t)has));
-}
-/* FP8: 8 codes; their scale. */
-MK_DEV void mk_att_load_8(uint4 *x, const uint8_t *at, bool has)
-{
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p ld.global.cg.v2.u32 {%0, %1}, [%2];\n\t}" : "+r"(x->x), "+r"(x->y) : "l"(at), "r"((uint32_t)has));
-}
-MK_DEV void mk_att_load_4(uint32_t *x, const uint8_t *at, bool has)
-{
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p ld.global.cg.u32 %0, [%1];\n\t}" : "+r"(*x) : "l"(at), "r"((uint32_t)has));
-}
 /* From the lane's codes of a block to their scale: 64 channels of a warp have one. */
 MK_DEV uint32_t mk_att_scale(const mk_att *x, const mk_att_share *w, uint32_t l)
 {
     return x->nv + w->block * 32 / MK_LATENT_GROUP * 4 - w->block * 32 - 8 * l;
 }
-/* Bytes of x, each copied, or (8 | byte) its sign to all of a byte. */
-MK_DEV uint32_t mk_att_bytes(uint32_t x, uint32_t which)
-{
-    uint32_t y;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(which));
-    return y;
-}
 /* Two codes, which the halves of t are with their signs before them, as bf16 times `by`, two of the same. Their four bits of exponent are bf16's, but for 120 of bias, which is in `by`; its
  * subnormals are bf16's. */
 MK_DEV uint32_t mk_att_widen(uint32_t t, uint32_t by)
 {
-    uint32_t y;
-    asm("mul.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(t << 4 & 0x87f087f0u), "r"(by));
-    return y;
+    return mk_mul_bf16(t << 4 & 0x87f087f0u, by);
 }
 /* Codes to the values that they stand for. scale: f32 bits of a power of two up to 2^7, or of a NaN: 0x7fc0 is the least of what is no power. */
 MK_DEV uint32_t mk_att_by(uint32_t scale)
 {
-    return __viaddmin_u16x2(mk_att_bytes(scale, 0x3232), 120u << 7 | 120u << 23, 0x7fc07fc0u);
+    return __viaddmin_u16x2(mk_bytes(scale, 0x3232), 120u << 7 | 120u << 23, 0x7fc07fc0u);
 }
 MK_DEV void mk_att_open(uint4 *x, uint32_t by)
 {
     const uint32_t a = x->x, b = x->y;
-    x->x = mk_att_widen(mk_att_bytes(a, 0x9180), by);
-    x->y = mk_att_widen(mk_att_bytes(a, 0xb3a2), by);
-    x->z = mk_att_widen(mk_att_bytes(b, 0x9180), by);
-    x->w = mk_att_widen(mk_att_bytes(b, 0xb3a2), by);
+    x->x = mk_att_widen(mk_bytes(a, 0x9180), by);
+    x->y = mk_att_widen(mk_bytes(a, 0xb3a2), by);
+    x->z = mk_att_widen(mk_bytes(b, 0x9180), by);
+    x->w = mk_att_widen(mk_bytes(b, 0xb3a2), by);
 }
 /* The lane's bytes of a page's first token, of the warp's first block; the second one's follow it. The address is made here and kept. */
 template <bool FP8> MK_DEV const uint8_t *mk_att_block(const uint8_t *page, const mk_att_share *w, uint32_t l)
@@ -408,12 +355,12 @@ template <bool FP8> MK_DEV void mk_att_tile(mk_att_regs *m, uint32_t j, const ui
 {
     at = mk_att_token(at, j, g, tokens, bytes);
     if (FP8) {
-        mk_att_load_8(&m->r[0][j], at, has0);
-        mk_att_load_4(&m->r[0][j].z, at + scale, has0);
-        mk_att_load_8(&m->r[1][j], at + 32, has1);
+        mk_ask_8(&m->r[0][j], at, has0);
+        mk_ask_4(&m->r[0][j].z, at + scale, has0);
+        mk_ask_8(&m->r[1][j], at + 32, has1);
     } else {
-        mk_att_load_16(&m->r[0][j], at, has0);
-        mk_att_load_16(&m->r[1][j], at + 64, has1);
+        mk_ask_16(&m->r[0][j], at, has0);
+        mk_ask_16(&m->r[1][j], at + 64, has1);
     }
 }
 template <bool FP8> MK_DEV void mk_att_load(mk_att_regs *m, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens, uint32_t lane)
@@ -433,7 +380,7 @@ template <bool FP8> MK_DEV void mk_att_load_rest(uint4 *to, const uint8_t *page,
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++) {
         to[j] = make_uint4(0, 0, 0, 0);
-        mk_att_load_16(&to[j], mk_att_token(at, 2 * w->pair + j, w->lane >> 2, tokens, x->bytes), has);
+        mk_ask_16(&to[j], mk_att_token(at, 2 * w->pair + j, w->lane >> 2, tokens, x->bytes), has);
     }
 }
 template <bool FP8> MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *page, const mk_att *x, const mk_att_share *w, uint32_t tokens)
@@ -442,20 +389,13 @@ template <bool FP8> MK_DEV void mk_att_fetch_rest(mk_shared *sh, const uint8_t *
     const uint8_t *at = page + mk_att_rest<FP8>(x, x->nv / 32 + w->rest, w->lane & 3, &has);
 #pragma unroll
     for (uint32_t j = 0; j < 2; j++)
-        mk_att_fetch(mk_att_rest_at(sh) + j * MK_COMPUTE, mk_att_token(at, 2 * w->pair + j, w->lane >> 2, tokens, x->bytes), has);
-}
-
-MK_DEV float2 mk_lds64(uint32_t at)
-{
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
-    return v;
+        mk_fetch_16(mk_att_rest_at(sh) + j * MK_COMPUTE, mk_att_token(at, 2 * w->pair + j, w->lane >> 2, tokens, x->bytes), has);
 }
 
 /* What mk_att_fetch_rest has asked for; a warp without a block, too: its zeros were asked for. */
 MK_DEV void mk_att_fetched_rest(uint4 *rest, mk_shared *sh)
 {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    mk_fetched();
     rest[0] = mk_att_rest_at(sh)[0], rest[1] = mk_att_rest_at(sh)[MK_COMPUTE];
 }
 /* Where the lane's scores of tile 0 go, of an item's `heads`: 8 or 16. Tokens of a head in another order, so that banks differ: tile ^ (head mod 8). A head's scores begin at a multiple of their
@@ -499,17 +439,14 @@ MK_DEV void mk_att_stages_leave(const mk_shared *sh, uint32_t stage, uint32_t wa
     for (uint32_t k = 0; k < MK_CACHE_STAGES; k += MK_GROUPS)
         if (mk_arrives(lane)) mk_mbar_arrive(mk_stage_bar(sh, stage + k) + MK_EMPTY);
 }
-MK_DEV void mk_lds128(uint4 *x, uint32_t at, uint32_t has)
-{
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}" : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w) : "r"(at), "r"(has) : "memory");
-}
 /* mk_att_tile's, always of two blocks: those that the warp does not have are cleared when the page's turn comes (mk_att_clear), for a load with a condition keeps the registers from others until then.
  * at: the lane's bytes of its token, of the block that mk_att_own says. */
 template <bool FP8> MK_DEV void mk_att_ring_tile(mk_att_regs *m, uint32_t j, uint32_t at, uint32_t scale)
 {
     if (FP8) {
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%3];\n\tld.shared.u32 %2, [%4];" : "=r"(m->r[0][j].x), "=r"(m->r[0][j].y), "=r"(m->r[0][j].z) : "r"(at), "r"(at + scale) : "memory");
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(m->r[1][j].x), "=r"(m->r[1][j].y) : "r"(at + 32) : "memory");
+        mk_lds64(&m->r[0][j].x, &m->r[0][j].y, at);
+        m->r[0][j].z = mk_lds32(at + scale);
+        mk_lds64(&m->r[1][j].x, &m->r[1][j].y, at + 32);
     } else {
         m->r[0][j] = mk_lds128(at);
         m->r[1][j] = mk_lds128(at + 64);
@@ -784,11 +721,11 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend_one(mk_shared *sh, mk_att
     {
         const mk_att x = mk_att_numbers(sh);
         const mk_att_share w = mk_att_deal(x.nv);
-        const uint32_t blocks = (x.nk + 31) / 32, own = w.lane * 16;
+        const uint32_t blocks = (x.nk + 31) / 32, b0 = x.nv / 32 + w.rest, own = w.lane * 16; /* who has no block has zeros, which are multiplied with numbers */
 #pragma unroll
         for (uint32_t i = 0; i < 2; i++) q[i] = own + (w.block + i < blocks ? w.block + i : 0) * 1024;
 #pragma unroll
-        for (uint32_t n = 0; n < NH; n++) qr[n] = own + (x.nv / 32 + w.rest) * 1024 + (n ? mk_att_plane_bytes(blocks) - mk_att_plane_bytes(x.fine) : 0);
+        for (uint32_t n = 0; n < NH; n++) qr[n] = own + (b0 < blocks ? b0 * 1024 + (n ? mk_att_plane_bytes(blocks - x.fine) : 0) : 0);
         to = mk_att_scores_at(sh, &x, &w, H);
         from = mk_smem(sh->staging) + mk_att_query_bytes(x.nk, x.fine) + (w.warp * MK_PAGE + (2 * w.lane ^ w.warp * 8)) * 4;
         left = x.n;

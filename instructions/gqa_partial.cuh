@@ -81,7 +81,7 @@ template <uint32_t NB> MK_DEV void mk_gqa_load(uint4 (*r)[NB], const mk_gqa_spli
         const uint32_t id = __shfl_sync(0xffffffffu, ids, (page + tile / MK_PAGE) & 31), t = min(tile + lane / 4, left - 1) % MK_PAGE;
         const uint8_t *at = x->base + id * x->page_bytes + ((which * MK_PAGE + t) * x->dim + lane % 4 * 8) * 2;
 #pragma unroll
-        for (uint32_t b = 0; b < NB; b++) mk_att_load_16(&r[k][b], at + b * 64, b * 32 + lane % 4 * 8 < x->dim);
+        for (uint32_t b = 0; b < NB; b++) mk_ask_16(&r[k][b], at + b * 64, b * 32 + lane % 4 * 8 < x->dim);
     }
 }
 /* Values of the warp's block of 32 channels, all tiles of page number `page`. */
@@ -92,7 +92,7 @@ MK_DEV void mk_gqa_load_block(uint4 *v, const mk_gqa_split *x, uint32_t ids, uin
 #pragma unroll
     for (uint32_t k = 0; k < MK_PAGE / 8; k++) {
         v[k] = make_uint4(0, 0, 0, 0);
-        mk_att_load_16(&v[k], at + min(k * 8 + lane / 4, last) * x->dim * 2, c < x->dim);
+        mk_ask_16(&v[k], at + min(k * 8 + lane / 4, last) * x->dim * 2, c < x->dim);
     }
 }
 

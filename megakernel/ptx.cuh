@@ -152,6 +152,28 @@ MK_DEV uint4 mk_lds128(uint32_t at)
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
+/* The same of what no other thread writes meanwhile: it may be asked for before or after other accesses. */
+MK_DEV uint4 mk_lds128_still(uint32_t at)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+/* If there are 16 bytes; else *x stays. */
+MK_DEV void mk_lds128(uint4 *x, uint32_t at, uint32_t has)
+{
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}" : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w) : "r"(at), "r"(has) : "memory");
+}
+MK_DEV float2 mk_lds64(uint32_t at)
+{
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+    return v;
+}
+MK_DEV void mk_lds64(uint32_t *x, uint32_t *y, uint32_t at)
+{
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(*x), "=r"(*y) : "r"(at) : "memory");
+}
 MK_DEV uint32_t mk_lds32(uint32_t at)
 {
     uint32_t v;
@@ -161,6 +183,31 @@ MK_DEV uint32_t mk_lds32(uint32_t at)
 MK_DEV void mk_sts32(uint32_t at, uint32_t v)
 {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+
+/* 16 bytes past L1 into shared memory, or zeros; the thread has them behind mk_fetched. */
+MK_DEV void mk_fetch_16(uint4 *to, const uint8_t *from, bool has)
+{
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.u32 p, %2, 0;\n\tcp.async.cg.shared.global [%0], [%1], 16, p;\n\t}" ::"r"(mk_smem(to)), "l"(from), "r"((uint32_t)has) : "memory"); /* else zeros */
+}
+MK_DEV void mk_fetched(void)
+{
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+/* 16 bytes from L2; if there are none, *x stays. */
+MK_DEV void mk_ask_16(uint4 *x, const uint8_t *at, bool has)
+{
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "+r"(x->x), "+r"(x->y), "+r"(x->z), "+r"(x->w)
+                 : "l"(at), "r"((uint32_t)has));
+}
+MK_DEV void mk_ask_8(uint4 *x, const uint8_t *at, bool has)
+{
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p ld.global.cg.v2.u32 {%0, %1}, [%2];\n\t}" : "+r"(x->x), "+r"(x->y) : "l"(at), "r"((uint32_t)has));
+}
+MK_DEV void mk_ask_4(uint32_t *x, const uint8_t *at, bool has)
+{
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p ld.global.cg.u32 %0, [%1];\n\t}" : "+r"(*x) : "l"(at), "r"((uint32_t)has));
 }
 
 /* ---- packets, counters ---------------------------------------------------------------------------------------------- */
@@ -250,6 +297,42 @@ MK_DEV uint32_t mk_bf16_pair(float x0, float x1)
     uint32_t v;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(x1), "f"(x0));
     return v;
+}
+
+/* Bytes of x, each copied, or (8 | byte) its sign to all of a byte. */
+MK_DEV uint32_t mk_bytes(uint32_t x, uint32_t which)
+{
+    uint32_t y;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(which));
+    return y;
+}
+/* Two bf16 products. */
+MK_DEV uint32_t mk_mul_bf16(uint32_t x, uint32_t y)
+{
+    uint32_t z;
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+/* Row-major 16 x 16 times column-major 16 x 8 of bf16, on top of c. */
+MK_DEV void mk_mma(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+/* An 8 x 8 matrix of bf16 of the warp, transposed: lane (g, l) has row g, columns 2 l and 2 l + 1. */
+MK_DEV uint32_t mk_turn(uint32_t x)
+{
+    uint32_t y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+/* 1 / x of a sum of p, which is neither tiny nor huge. */
+MK_DEV float mk_reciprocal(float x)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
 }
 
 /* As it is, in a register: not worked out once more where it is used, which is on the way of the token. */

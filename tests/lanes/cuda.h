@@ -19,6 +19,9 @@
 typedef struct uint4 {
     uint32_t x, y, z, w;
 } uint4;
+typedef struct uint2 {
+    uint32_t x, y;
+} uint2;
 typedef struct float2 {
     float x, y;
 } float2;
@@ -28,6 +31,14 @@ typedef struct float4 {
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w)
 {
     return {x, y, z, w};
+}
+static inline uint2 make_uint2(uint32_t x, uint32_t y)
+{
+    return {x, y};
+}
+static inline float2 make_float2(float x, float y)
+{
+    return {x, y};
 }
 static inline float4 make_float4(float x, float y, float z, float w)
 {

@@ -1,4 +1,4 @@
-/* What device code finds in place of megakernel/ptx.cuh, and of CUDA, where it runs on a CPU (tests/lanes/lanes.h): as much as gathering wants. */
+/* What device code finds in place of megakernel/ptx.cuh, and of CUDA, where it runs on a CPU (tests/lanes/lanes.h): as much as gathering and attention want. */
 #ifndef MK_PTX_CUH
 #define MK_PTX_CUH
 
@@ -37,6 +37,7 @@ MK_DEV uint32_t lanes_top(const uint32_t *v) { uint32_t x = 0; for (int i = 0; i
 #define __ballot_sync(m, p)       lanes_any(lanes_meet("__ballot_sync", __LINE__, (p) ? 1 : 0))
 #define __reduce_max_sync(m, v)   lanes_top(lanes_meet("__reduce_max_sync", __LINE__, v))
 #define __shfl_xor_sync(m, v, to) __uint_as_float(lanes_meet("__shfl_xor_sync", __LINE__, __float_as_uint(v))[lanes.me % 32 ^ (uint32_t)(to)])
+#define __shfl_sync(m, v, from)   (lanes_meet("__shfl_sync", __LINE__, (uint32_t)(v))[(from) % 32])
 #define threadIdx (lanes_thread())
 #define blockIdx  (lanes_block())
 typedef struct lanes_index {
@@ -47,13 +48,16 @@ MK_DEV lanes_index lanes_block(void) { return {0}; }
 
 /* ---- the worker's shared memory --------------------------------------------------------------------------------------- */
 
+#define MK_DYNAMIC_AT 0u
 static mk_shared *lanes_shared;
+static uint32_t lanes_ring[2]; /* where the ring begins and ends, if a test has one */
 static uint8_t *lanes_stored; /* NULL, or how often each byte of the staging area was */
 MK_DEV mk_shared *mk_sh(void) { return lanes_shared; }
 MK_DEV uint32_t mk_smem(const void *p) { return (uint32_t)((const uint8_t *)p - (const uint8_t *)lanes_shared); }
 MK_DEV void *lanes_at(uint32_t at, uint32_t bytes)
 {
-    if (at % bytes || at + bytes > offsetof(mk_shared, near)) lanes_wrong("an access beyond the staging and the reduction area, or not aligned", at, bytes);
+    if (at % bytes || (at + bytes > offsetof(mk_shared, near) && (at < lanes_ring[0] || at + bytes > lanes_ring[1])))
+        lanes_wrong("an access beyond the staging and the reduction area and the ring, or not aligned", at, bytes);
     return (uint8_t *)lanes_shared + (*lanes.error ? 0 : at);
 }
 MK_DEV void lanes_store(uint32_t at, const void *v, uint32_t bytes)
@@ -69,6 +73,38 @@ MK_DEV void mk_sts64(uint32_t at, uint32_t x, uint32_t y) { const uint32_t v[2] 
 MK_DEV void mk_sts128(uint32_t at, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { const uint32_t v[4] = {x, y, z, w}; lanes_store(at, v, 16); }
 MK_DEV uint32_t mk_lds32(uint32_t at) { uint32_t v; memcpy(&v, lanes_at(at, 4), 4); return v; }
 MK_DEV uint4 mk_lds128(uint32_t at) { uint4 v; memcpy(&v, lanes_at(at, 16), 16); return v; }
+MK_DEV uint4 mk_lds128_still(uint32_t at) { return mk_lds128(at); }
+MK_DEV void mk_lds128(uint4 *x, uint32_t at, uint32_t has)
+{
+    if (has) *x = mk_lds128(at);
+}
+MK_DEV float2 mk_lds64(uint32_t at) { float2 v; memcpy(&v, lanes_at(at, 8), 8); return v; }
+MK_DEV void mk_lds64(uint32_t *x, uint32_t *y, uint32_t at)
+{
+    const float2 v = mk_lds64(at);
+    *x = __float_as_uint(v.x), *y = __float_as_uint(v.y);
+}
+MK_DEV void mk_ask_16(uint4 *x, const uint8_t *at, bool has)
+{
+    if (has) memcpy(x, at, 16);
+}
+MK_DEV void mk_ask_8(uint4 *x, const uint8_t *at, bool has)
+{
+    if (has) memcpy(x, at, 8);
+}
+MK_DEV void mk_ask_4(uint32_t *x, const uint8_t *at, bool has)
+{
+    if (has) memcpy(x, at, 4);
+}
+MK_DEV void mk_fetch_16(uint4 *to, const uint8_t *from, bool has)
+{
+    uint4 v = {};
+    mk_ask_16(&v, from, has);
+    lanes_store(mk_smem(to), &v, 16);
+}
+MK_DEV void mk_fetched(void) {}
+MK_DEV void mk_bulk_prefetch(const uint8_t *, uint32_t) {}
+template <typename T> MK_DEV void __stcg(T *p, T v) { *p = v; }
 MK_DEV void mk_sync(void) { lanes_barrier(); }
 MK_DEV bool mk_arrives(uint32_t lane) { return lane == 0; }
 static void (*lanes_flag_read)(void); /* NULL, or what happens meanwhile */
@@ -117,6 +153,46 @@ MK_DEV uint32_t mk_bf16_bits(float f)
 MK_DEV uint32_t mk_bf16_pair(float a, float b) { return mk_bf16_bits(a) | mk_bf16_bits(b) << 16; }
 MK_DEV float mk_rsqrt(float x) { return 1.0f / sqrtf(x); }
 MK_DEV float mk_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+MK_DEV float mk_reciprocal(float x) { return 1.0f / x; }
+MK_DEV float mk_exp_fast(float x) { return exp2f(x * 1.44269504f); }
+MK_DEV uint32_t mk_mul_bf16(uint32_t x, uint32_t y)
+{
+    const float a = __uint_as_float(x << 16) * __uint_as_float(y << 16), b = __uint_as_float(x & 0xffff0000u) * __uint_as_float(y & 0xffff0000u);
+    return mk_bf16_pair(a, b);
+}
+MK_DEV uint32_t mk_bytes(uint32_t x, uint32_t which)
+{
+    uint32_t r = 0;
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t sel = which >> 4 * i & 15, b = (sel & 4 ? 0 : x >> 8 * (sel & 3)) & 255u;
+        r |= (sel & 8 ? b & 128 ? 255u : 0u : b) << 8 * i;
+    }
+    return r;
+}
+MK_DEV uint32_t __viaddmin_u16x2(uint32_t a, uint32_t b, uint32_t c) { return min((a + b) & 0xffffu, c & 0xffffu) | min((a >> 16) + (b >> 16) & 0xffffu, c >> 16) << 16; }
+/* A warp's words of a product, by round: who is through with it may bring the next one's. */
+static uint32_t lanes_product[LANES / 32][2][6][32];
+MK_DEV void mk_mma(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
+{
+    const uint32_t warp = lanes.me / 32, lane = lanes.me % 32, word[6] = {a0, a1, a2, a3, b0, b1};
+    uint32_t (*const w)[32] = lanes_product[warp][lanes.warp[warp].round & 1];
+    for (uint32_t i = 0; i < 6; i++) w[i][lane] = word[i];
+    lanes_meet("mma", __LINE__, 0);
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t row = lane / 4, column = lane % 4 * 2 + (i & 1);
+        for (uint32_t k = 0; k < 16; k++) {
+            const uint32_t x = w[i / 2 + k / 8 * 2][row * 4 + k % 8 / 2], y = w[4 + k / 8][column * 4 + k % 8 / 2];
+            c[i] += __uint_as_float(k & 1 ? x & 0xffff0000u : x << 16) * __uint_as_float(k & 1 ? y & 0xffff0000u : y << 16);
+        }
+    }
+}
+MK_DEV uint32_t mk_turn(uint32_t x)
+{
+    const uint32_t *const v = lanes_meet("movmatrix", __LINE__, x), row = lanes.me % 32 / 4, i = lanes.me % 4 * 2; /* rows i and i + 1 of column `row` */
+    const uint32_t a = v[i * 4 + row / 2], b = v[(i + 1) * 4 + row / 2];
+    return row & 1 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffffu) | b << 16;
+}
+MK_DEV uint32_t mk_tid_now(void) { return lanes.me; }
 MK_DEV void mk_keep(uint32_t *x) { (void)x; }
 template <typename T> MK_DEV T *mk_keep_at(T *x) { return x; }
 
@@ -125,16 +201,26 @@ template <typename T> MK_DEV T *mk_keep_at(T *x) { return x; }
 MK_DEV void __threadfence_system(void) {}
 MK_DEV uint32_t atomicCAS(uint32_t *p, uint32_t, uint32_t v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }
 MK_DEV void *__cvta_shared_to_generic(uint32_t at) { return (uint8_t *)lanes_shared + at; }
-MK_DEV void mk_mbar_arrive(uint32_t) {}
-MK_DEV bool mk_mbar_try(uint32_t, uint32_t) { return true; }
-MK_DEV bool mk_mbar_test(uint32_t, uint32_t) { return true; }
+static bool (*lanes_mbar_test)(uint32_t bar, uint32_t parity); /* NULL: yes */
+static void (*lanes_mbar_arrive)(uint32_t bar);                /* NULL, or what comes of it */
+MK_DEV void mk_mbar_arrive(uint32_t bar)
+{
+    if (lanes_mbar_arrive) lanes_mbar_arrive(bar);
+}
+MK_DEV bool mk_mbar_test(uint32_t bar, uint32_t parity) { return !lanes_mbar_test || lanes_mbar_test(bar, parity); }
+MK_DEV bool mk_mbar_try(uint32_t bar, uint32_t parity)
+{
+    if (mk_mbar_test(bar, parity)) return true;
+    lanes_yield();
+    return false;
+}
 MK_DEV uint64_t mk_now(void) { return 0; }
 MK_DEV uint32_t mk_now_low(void) { return 0; }
 MK_DEV uint32_t mk_load_acquire(const uint32_t *p) { return *p; }
 MK_DEV uint32_t mk_load_relaxed(const uint32_t *p) { return *p; }
 MK_DEV void mk_red_release(uint32_t *p) { ++*p; }
 MK_DEV void mk_packet_store(uint4 *p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { *p = make_uint4(x, y, z, w); }
-MK_DEV uint32_t __ldcg(const uint32_t *p) { return *p; }
+template <typename T> MK_DEV T __ldcg(const T *p) { return *p; }
 #define __builtin_assume(is) ((void)(is))
 #define __shfl_down_sync(m, v, by) ((void)(by), (v))
 
