@@ -526,6 +526,12 @@ template <uint32_t NH> MK_DEV void mk_att_rest_products(float (*e)[4], const mk_
 #pragma unroll
         for (uint32_t j = 0; j < 2; j++) mk_att_half(e[j], &u[part / 2], rest[j], part & 1);
 }
+/* A tile's, at shared address `to`. */
+template <uint32_t NH> MK_DEV void mk_att_put_scores(uint32_t to, const float *c)
+{
+    mk_sts64(to, __float_as_uint(c[0]), __float_as_uint(c[1]));
+    if (NH > 1) mk_sts64(to + 8 * MK_PAGE * 4, __float_as_uint(c[2]), __float_as_uint(c[3]));
+}
 /* All warps' scores of a lane's two tokens, added up: in c[0]. */
 MK_DEV void mk_att_add(float2 *c)
 {
@@ -629,11 +635,7 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend(mk_shared *sh, mk_att_reg
                 float c[MK_ATT_ABREAST][4];
                 mk_att_products(c, &u0, &u1, m, k0);
 #pragma unroll
-                for (uint32_t k = 0; k < MK_ATT_ABREAST; k++) {
-                    const uint32_t t = to ^ 32 * (k0 + k);
-                    mk_sts64(t, __float_as_uint(c[k][0]), __float_as_uint(c[k][1]));
-                    if (NH > 1) mk_sts64(t + 8 * MK_PAGE * 4, __float_as_uint(c[k][2]), __float_as_uint(c[k][3]));
-                }
+                for (uint32_t k = 0; k < MK_ATT_ABREAST; k++) mk_att_put_scores<NH>(to ^ 32 * (k0 + k), c[k]);
             }
             { /* the rest, on top of what the lane wrote: registers are for what goes from row to row */
                 float e[2][4] = {};
@@ -760,12 +762,10 @@ template <uint32_t NH, bool FP8> MK_DEV void mk_attend_one(mk_shared *sh, mk_att
                 mk_att_products(c, &u0, &u1, m, k0);
 #pragma unroll
                 for (uint32_t k = 0; k < MK_ATT_ABREAST; k++) {
-                    const uint32_t t = to ^ 32 * (k0 + k);
                     const bool own = w.pair == (k0 + k) / 2;
 #pragma unroll
                     for (uint32_t i = 0; i < 2 * NH; i++) c[k][i] = own ? __fadd_rn(c[k][i], e[k & 1][i]) : c[k][i];
-                    mk_sts64(t, __float_as_uint(c[k][0]), __float_as_uint(c[k][1]));
-                    if (NH > 1) mk_sts64(t + 8 * MK_PAGE * 4, __float_as_uint(c[k][2]), __float_as_uint(c[k][3]));
+                    mk_att_put_scores<NH>(to ^ 32 * (k0 + k), c[k]);
                 }
             }
         }

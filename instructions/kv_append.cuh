@@ -33,7 +33,7 @@ MK_DEV void mk_param_ask(float *to, const float *from, uint32_t n)
 }
 MK_DEV void mk_param_there(void)
 {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    mk_fetched();
 }
 
 /* Of a latent in shared memory, by every warp that needs it. */
