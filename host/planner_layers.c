@@ -152,9 +152,9 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     const mk_part *g1[2] = {kv, &qa}, *gq[1] = {&q};
     uint32_t n1[2] = {n_kv, 1}, one[1] = {1};
     const char *why[4] = {NULL}; /* of the splits, until their phases are there */
-    /* The last worker appends to the cache. Where kv and the queries come of one exchange the partials would wait for it: so it has no rows of these, if others' share grows by less than
-     * the 3 % that a phase may be uneven, and waits for kv from the layer's beginning on. Where the queries come an exchange later it has time; or none of their rows (split_folded). */
-    if (two_step || W < 33)
+    /* The last worker appends to the cache. Where kv and the queries come of one exchange, or q~ of the next, the partials would wait for it: so it has no rows of these, if others' share grows by less
+     * than the 3 % that a phase may be uneven, and waits for kv from the layer's beginning on. Where the queries come two exchanges later it has time. */
+    if ((two_step && !folded) || W < 33)
         mk_split(b, g1, n1, 2, cut);
     else
         split_but_last(b, g1, n1, 2, cut);
