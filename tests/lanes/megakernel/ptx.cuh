@@ -3,6 +3,7 @@
 #define MK_PTX_CUH
 
 #include "tests/lanes/lanes.h"
+#include <type_traits>
 
 #define MK_DEV      static inline __attribute__((unused))
 #define MK_CALL     static __attribute__((unused, noinline))
@@ -36,8 +37,20 @@ MK_DEV uint32_t lanes_top(const uint32_t *v) { uint32_t x = 0; for (int i = 0; i
 #define __all_sync(m, p)          (lanes_any(lanes_meet("__all_sync", __LINE__, (p) ? 1 : 0)) == 0xffffffffu)
 #define __ballot_sync(m, p)       lanes_any(lanes_meet("__ballot_sync", __LINE__, (p) ? 1 : 0))
 #define __reduce_max_sync(m, v)   lanes_top(lanes_meet("__reduce_max_sync", __LINE__, v))
-#define __shfl_xor_sync(m, v, to) __uint_as_float(lanes_meet("__shfl_xor_sync", __LINE__, __float_as_uint(v))[lanes.me % 32 ^ (uint32_t)(to)])
-#define __shfl_sync(m, v, from)   (lanes_meet("__shfl_sync", __LINE__, (uint32_t)(v))[(from) % 32])
+template <typename T> MK_DEV uint32_t lanes_word(T v)
+{
+    if constexpr (std::is_same_v<T, float>) return __float_as_uint(v);
+    else return (uint32_t)v;
+}
+template <typename T> MK_DEV T lanes_value(uint32_t word)
+{
+    if constexpr (std::is_same_v<T, float>) return __uint_as_float(word);
+    else return (T)word;
+}
+#define LANES_SHUFFLE(what, v, from) lanes_value<std::decay_t<decltype(v)>>(lanes_meet(what, __LINE__, lanes_word(v))[from])
+#define __shfl_xor_sync(m, v, to)  LANES_SHUFFLE("__shfl_xor_sync", v, lanes.me % 32 ^ (uint32_t)(to))
+#define __shfl_sync(m, v, from)    LANES_SHUFFLE("__shfl_sync", v, (uint32_t)(from) % 32)
+#define __shfl_down_sync(m, v, by) LANES_SHUFFLE("__shfl_down_sync", v, lanes.me % 32 + (by) < 32 ? lanes.me % 32 + (by) : lanes.me % 32)
 #define threadIdx (lanes_thread())
 #define blockIdx  (lanes_block())
 typedef struct lanes_index {
@@ -222,6 +235,5 @@ MK_DEV void mk_red_release(uint32_t *p) { ++*p; }
 MK_DEV void mk_packet_store(uint4 *p, uint32_t x, uint32_t y, uint32_t z, uint32_t w) { *p = make_uint4(x, y, z, w); }
 template <typename T> MK_DEV T __ldcg(const T *p) { return *p; }
 #define __builtin_assume(is) ((void)(is))
-#define __shfl_down_sync(m, v, by) ((void)(by), (v))
 
 #endif
