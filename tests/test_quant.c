@@ -9,6 +9,7 @@
 #include <cmocka.h>
 
 #include "host/quant.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/stwrite.h"
 #include "tests/support/tmp.h"
 
@@ -280,12 +281,14 @@ static void every_dtype(void **s)
             mk_mat m = plain("w.weight", 300, 200, wtype), k = uk("kv_b.weight", 2, 128, 128, 256, wtype),
                    v = uv("kv_b.weight", 2, 128, 128, 256, wtype);
             check_matrix(c.ck, &m, fp8);
-            check_matrix(c.ck, &k, fp8);
-            check_matrix(c.ck, &v, fp8);
-            mk_mat f = folded("q_b.weight", 32, 48, &k, wtype); /* made of FP8 it is quantised anew */
-            check_matrix(c.ck, &f, 0);
-            v.head_off = 0; /* another matrix out of the same tensor: scales of its own */
-            check_matrix(c.ck, &v, fp8);
+            if (!ONE_OF_EACH || d % 3 == 0) { /* what comes out of products */
+                check_matrix(c.ck, &k, fp8);
+                check_matrix(c.ck, &v, fp8);
+                mk_mat f = folded("q_b.weight", 32, 48, &k, wtype); /* made of FP8 it is quantised anew */
+                check_matrix(c.ck, &f, 0);
+                v.head_off = 0; /* another matrix out of the same tensor: scales of its own */
+                check_matrix(c.ck, &v, fp8);
+            }
             if (!t) continue;
             m.scale_k = 0; /* a scale a row, which a tensor of blocks has not */
             if (fp8)
