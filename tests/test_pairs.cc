@@ -138,13 +138,13 @@ static void test_alike(void **)
 static void test_random(void **)
 {
     evens = odds = 0;
-    for (uint32_t i = 0; i < 75; i++) {
+    for (uint32_t i = 0; i < 150; i++) {
         const uint32_t most = 1 + lanes_random(12), per = (2 * most + 5) / 6;
         slices = 1 + lanes_random(MK_PAIR_MOST / per);
         for (uint32_t s = 0; s < slices; s++) start[s + 1] = start[s] + 2 * (1 + lanes_random(most)) - (i % 3 == 2 || s + 1 == slices ? lanes_random(2) : 0);
         check_all();
     }
-    assert_true(evens > 125 && odds > 50);
+    assert_true(evens > 250 && odds > 100);
 }
 
 int main(void)
