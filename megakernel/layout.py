@@ -452,18 +452,21 @@ def models_of(k, profile):
     return models, rank, strange
 
 
-def counts_of(path):
-    """A kernel's instructions in order, each with how many warps executed it: ncu --page source --csv."""
+def source_page(path, column):
+    """A page of ncu --page source --csv that has this column: the names of its columns, and a row for each of a kernel's instructions, in order."""
     with open(path, newline="") as f:
-        column, counts = None, []
-        for row in csv.reader(f):
-            if "inst_executed" in row:
-                column = row.index("inst_executed")
-            elif column is not None and len(row) > column:
-                counts.append(int(row[column] or 0))
-    if not counts:
-        raise Refused("%s: expected a source page of ncu with inst_executed" % path)
-    return counts
+        page = csv.reader(f)
+        head = next((row for row in page if column in row), [])
+        rows = [row for row in page if head and len(row) == len(head)]
+    if not rows:
+        raise Refused("%s: expected a source page of ncu with %s" % (path, column))
+    return head, rows
+
+
+def counts_of(path):
+    """A kernel's instructions in order, each with how many warps executed it."""
+    head, rows = source_page(path, "inst_executed")
+    return [int(row[head.index("inst_executed")] or 0) for row in rows]
 
 
 def carried(old, new, who):

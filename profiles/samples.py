@@ -8,8 +8,6 @@
 By function: samples, their share, instructions that a step executes and that there are, samples by the three commonest reasons. mk_resident has the warps that load, poll and wait as well. By instruction: its
 number, samples, warps that executed it, its text, reasons. The program is the one that was sampled: its kernel, in nvcc's order, says which instruction is whose."""
 import collections
-import csv
-import lzma
 import os
 import re
 import sys
@@ -22,14 +20,10 @@ SAMPLES, WARPS, REASON = "Warp Stall Sampling (All Samples)", "Instructions Exec
 
 def page(path):
     """By instruction: samples, warps, text, samples by reason."""
-    with lzma.open(path, "rt") if path.endswith(".xz") else open(path, newline="") as f:
-        rows = csv.reader(f)
-        head = next((row for row in rows if SAMPLES in row), None)
-        if not head:
-            raise layout.Refused("%s: expected a source page of ncu with the section SourceCounters" % path)
-        samples, warps, text = head.index(SAMPLES), head.index(WARPS), head.index("Source")
-        reasons = [(i, REASON.match(name)[1]) for i, name in enumerate(head) if REASON.match(name)]
-        return [(int(row[samples]), int(row[warps]), row[text].strip(), collections.Counter({name: int(row[i]) for i, name in reasons})) for row in rows if len(row) == len(head)]
+    head, rows = layout.source_page(path, SAMPLES)
+    samples, warps, text = head.index(SAMPLES), head.index(WARPS), head.index("Source")
+    reasons = [(i, REASON.match(name)[1]) for i, name in enumerate(head) if REASON.match(name)]
+    return [(int(row[samples]), int(row[warps]), row[text].strip(), collections.Counter({name: int(row[i]) for i, name in reasons})) for row in rows]
 
 
 def main_reasons(reasons):
