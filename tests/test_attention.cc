@@ -7,6 +7,7 @@ extern "C" {
 #include "instructions/program.h"
 }
 #include "instructions/attention.cuh"
+#include "tests/lanes/ring.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -26,7 +27,6 @@ static uint8_t *pool;                 /* [PAGES][kv_page_bytes] */
 static uint32_t page[PAGES], at0;     /* the item's; its first stage */
 static float *query;                  /* [heads][nk] */
 static float *found;                  /* [16][latent + 4] */
-static uint32_t filled[MK_STAGES], left_by[MK_STAGES], due[MK_STAGES]; /* of a slot: 1 + the stage that is there, 0: none; warps that have left it; looks at any slot until it is filled, 0: it is not to be */
 
 static float bf16_random(void)
 {
@@ -54,39 +54,10 @@ static uint32_t stages(void)
 {
     return (of.tokens + MK_PAGE - 1) / MK_PAGE * MK_CACHE_STAGES;
 }
-static uint8_t *slot_at(uint32_t slot)
-{
-    return (uint8_t *)lanes_shared + lanes_shared->args.ring.at + slot * lanes_shared->args.ring.stride;
-}
 /* Behind the last token stands another one's, as feed_cache has it. */
-static void fill(uint32_t slot)
+static void fill(uint32_t stage, uint8_t *to)
 {
-    const uint32_t stage = filled[slot] ? filled[slot] - 1 + MK_STAGES : at0 + (slot + MK_STAGES - at0 % MK_STAGES) % MK_STAGES;
-    if (stage - at0 >= stages()) return;
-    for (uint32_t i = 0; i < 16; i++) memcpy(slot_at(slot) + i * item.bytes + (i < 8 ? 0 : MK_CACHE_SKEW), token_at(min((stage - at0) * 16 + i, of.tokens - 1)), item.bytes);
-    filled[slot] = stage + 1;
-}
-static bool there(uint32_t bar, uint32_t parity)
-{
-    const uint32_t slot = (bar - mk_smem(lanes_shared->full)) / 8;
-    for (uint32_t i = 0; i < MK_STAGES; i++) {
-        lanes.moved += due[i] != 0;
-        if (due[i] && !--due[i]) fill(i);
-    }
-    return filled[slot] && !due[slot] && mk_stage_parity(filled[slot] - 1) == parity;
-}
-static uint32_t soon(void)
-{
-    return 1 + (lanes_random(2) ? 0 : lanes_random(6000));
-}
-static void arrive(uint32_t bar)
-{
-    if (bar < mk_smem(lanes_shared->empty) || bar >= mk_smem(lanes_shared->empty + MK_STAGES)) return;
-    const uint32_t slot = (bar - mk_smem(lanes_shared->empty)) / 8;
-    if (lanes.me / 32 / MK_GROUP_WARPS != slot % MK_GROUPS) lanes_wrong("a stage is left by the other group", slot, lanes.me / 32);
-    if (++left_by[slot] < MK_GROUP_WARPS) return;
-    left_by[slot] = 0, due[slot] = soon();
-    memset(slot_at(slot), 0xff, lanes_shared->args.ring.stride);
+    for (uint32_t i = 0; i < 16; i++) memcpy(to + i * item.bytes + (i < 8 ? 0 : MK_CACHE_SKEW), token_at(min(stage * 16 + i, of.tokens - 1)), item.bytes);
 }
 
 /* ---- an item ---------------------------------------------------------------------------------------------------------- */
@@ -94,16 +65,12 @@ static void arrive(uint32_t bar)
 static void prepare(void)
 {
     mk_shared *sh = lanes_shared;
-    memset(sh, 0xff, sizeof *sh + MK_STAGES * STAGE);
-    memset(&sh->args, 0, sizeof sh->args), memset(sh->fed, 0, sizeof sh->fed), memset(&sh->trace, 0, sizeof sh->trace), memset(&sh->step, 0, sizeof sh->step);
-    sh->aborted = 0;
+    lanes_ring_begin(at0, of.ringed ? stages() : 0, fill);
     item = {};
     item.nk = of.latent + of.rope, item.nv = of.latent, item.fine = of.latent / 32, item.bytes = mk_latent_row_bytes(of.latent, of.rope, cache_of(), 2);
     item.n = of.tokens, item.heads = of.heads, item.scale = 0.125f, item.rest_at = mk_latent_key_at(of.latent, cache_of(), 2) - 2 * of.latent;
     item.base = pool, item.pages = page, item.dst = found;
     sh->args.kv_page_bytes = MK_PAGE * item.bytes;
-    sh->args.ring.at = lanes_ring[0], sh->args.ring.stride = STAGE, sh->args.ring.stages = MK_STAGES;
-    for (uint32_t w = 0; w < MK_WARPS; w++) sh->memo[w].next.at = at0;
     const mk_att_queries q = {item.nk, item.fine, of.heads > 8};
     const uint32_t all = (item.nk + 31) & ~31u;
     for (uint32_t h = 0; h < of.heads; h++)
@@ -112,8 +79,6 @@ static void prepare(void)
     for (uint32_t h = of.heads; h < 16; h++)
         for (uint32_t c = 0; c < 32; c += 2) *(uint32_t *)mk_att_at(sh->staging, h, c) = 0;
     memset(found, 0xff, 16 * mk_partial_floats(of.latent) * sizeof *found);
-    memset(filled, 0, sizeof filled), memset(left_by, 0, sizeof left_by);
-    for (uint32_t k = 0; k < MK_STAGES; k++) due[k] = of.ringed ? soon() : 0;
 }
 template <uint32_t NH, bool FP8> static void of_one(void)
 {
@@ -234,10 +199,7 @@ static void test_fp8(void **)
 
 int main(void)
 {
-    const uint32_t ring = (sizeof(mk_shared) + 127) / 128 * 128;
-    lanes_shared = (mk_shared *)aligned_alloc(128, ring + MK_STAGES * STAGE + 128);
-    lanes_ring[0] = ring, lanes_ring[1] = ring + MK_STAGES * STAGE;
-    lanes_mbar_test = there, lanes_mbar_arrive = arrive;
+    lanes_ring_open(STAGE);
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_shapes), cmocka_unit_test(test_pages), cmocka_unit_test(test_fp8)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -8,6 +8,7 @@ extern "C" {
 #include "instructions/program.h"
 }
 #include "instructions/gqa_partial.cuh"
+#include "tests/lanes/ring.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -18,11 +19,13 @@ extern "C" {
 #define PAGES  12u /* of the pool, and of the stream */
 #define STAGE  32768u /* bytes at most */
 #define EPOCH0 77u
+#define SEQ    4u
 typedef struct shape {
     uint32_t heads, kv_heads, dim, rope, norm, slice, first, rows, parts, grain, most; /* slice: values of a slice of the packets; first: the first row's position */
 } shape;
 static shape of;
-static uint32_t page[PAGES], at0, width, row_packets;
+static mk_vec vec; /* queries, keys, values of a row */
+static uint32_t page[PAGES], at0;
 static uint16_t *pool; /* [PAGES][mk_gqa_page_values] */
 static float *value;   /* [row][width]: queries, keys, values as packets carry them */
 static float *param;   /* gamma and frequencies of queries, then of keys */
@@ -50,13 +53,6 @@ static uint16_t *cached(uint32_t kv, uint32_t which, uint32_t t)
 
 /* ---- the loader, as feed_heads has it ----------------------------------------------------------------------------------- */
 
-typedef struct loaded {
-    uint8_t left;
-    uint32_t due;    /* looks at any slot until it is filled */
-    uint32_t stage;  /* that is there, or that comes next; counted from at0 on */
-    bool there;
-} loaded;
-static loaded slot[MK_STAGES];
 static const uint16_t **stage_from; /* of each stage, NULL: nothing is copied */
 static uint32_t n_stages, stage_bytes;
 
@@ -66,7 +62,6 @@ static void stages_of(const mk_gqa *g, uint32_t pos)
     const bool halves = mk_gqa_halves(g, splits);
     const uint32_t times = halves ? 1 : (of.heads / of.kv_heads + MK_GQA_HEADS - 1) / MK_GQA_HEADS;
     stage_bytes = mk_gqa_stage_bytes(g->dim);
-    n_stages = 0;
     for (uint32_t i = g->part; i < (splits + halves) * of.kv_heads; i += g->parts) {
         const uint32_t nth = i / of.kv_heads, kv = i - nth * of.kv_heads, first = min(nth, splits - 1) * per, n = min(per, last + 1 - first);
         for (uint32_t t = 0; t < times; t++)
@@ -77,93 +72,64 @@ static void stages_of(const mk_gqa *g, uint32_t pos)
                 }
     }
 }
-static uint8_t *slot_at(uint32_t i)
+static void fill(uint32_t stage, uint8_t *to)
 {
-    return (uint8_t *)lanes_shared + lanes_shared->args.ring.at + i * lanes_shared->args.ring.stride;
-}
-static void fill(uint32_t i)
-{
-    if (slot[i].stage >= n_stages) return;
-    if (stage_from[slot[i].stage]) memcpy(slot_at(i), stage_from[slot[i].stage], stage_bytes);
-    slot[i].there = true;
-}
-static uint32_t soon(void)
-{
-    return 1 + (lanes_random(2) ? 0 : lanes_random(4000));
-}
-static bool there(uint32_t bar, uint32_t parity)
-{
-    const uint32_t which = (bar - mk_smem(lanes_shared->full)) / 8;
-    for (uint32_t i = 0; i < MK_STAGES; i++) {
-        lanes.moved += slot[i].due != 0;
-        if (slot[i].due && !--slot[i].due) fill(i);
-    }
-    return slot[which].there && mk_stage_parity(at0 + slot[which].stage) == parity;
-}
-static void arrive(uint32_t bar)
-{
-    if (bar < mk_smem(lanes_shared->empty) || bar >= mk_smem(lanes_shared->empty + MK_STAGES)) return;
-    const uint32_t i = (bar - mk_smem(lanes_shared->empty)) / 8;
-    if (lanes.me / 32 / MK_GROUP_WARPS != i % MK_GROUPS) lanes_wrong("a stage is left by the other group", i, lanes.me / 32);
-    if (!slot[i].there) lanes_wrong("a stage is left that is not there", i, lanes.me / 32);
-    if (++slot[i].left < MK_GROUP_WARPS) return;
-    memset(slot_at(i), 0xff, STAGE);
-    slot[i] = {0, soon(), slot[i].stage + MK_STAGES, false};
+    if (stage_from[stage]) memcpy(to, stage_from[stage], stage_bytes);
 }
 
 /* ---- steps --------------------------------------------------------------------------------------------------------------- */
 
+/* Packets of row r from slice s on, in that half of the exchange which the step reads. */
+static uint4 *packets_of(uint32_t r, uint32_t s)
+{
+    return exchange + mk_packet_offset(&vec, mk_half(&vec, SEQ, 0), r, s) / 16;
+}
 static void publish(void)
 {
-    const mk_vec *v = &lanes_shared->vec[0];
-    const uint32_t half = mk_half(v, lanes_shared->step.seq, 0);
     for (uint32_t r = 0; r < of.rows; r++)
-        for (uint32_t i = 0; i < width; i++) {
-            uint4 *q = exchange + (half * MK_MAX_ROWS + r) * row_packets + i / of.slice * v->slice_packets + i % of.slice / 6;
-            const uint32_t k = i % of.slice % 6, word = mk_bf16_bits(value[r * width + i]) << 16 * (k & 1), place = (uint32_t)(q - exchange);
+        for (uint32_t i = 0; i < vec.width; i++) {
+            uint4 *q = packets_of(r, i / of.slice) + i % of.slice / 6;
+            const uint32_t k = i % of.slice % 6, word = mk_bf16_bits(value[r * vec.width + i]) << 16 * (k & 1);
             uint32_t *w = &q->x + k / 2;
             *w = k & 1 ? *w | word : word;
-            q->w = mk_epoch(EPOCH0, lanes_shared->step.seq, 0);
-            lanes_late[place] = lanes_random(3) ? 0 : lanes_random(30);
+            q->w = mk_epoch(EPOCH0, SEQ, 0);
+            lanes_late[q - exchange] = lanes_random(3) ? 0 : lanes_random(30);
         }
 }
 /* A step of rows [row, row + n), for worker `part` of those that share the items. */
 static void prepare(uint32_t row, uint32_t n, uint32_t part)
 {
     mk_shared *sh = lanes_shared;
-    memset(sh, 0xff, sizeof *sh + MK_STAGES * STAGE);
-    memset(&sh->args, 0, sizeof sh->args), memset(sh->fed, 0, sizeof sh->fed), memset(&sh->trace, 0, sizeof sh->trace), memset(&sh->step, 0, sizeof sh->step), memset(sh->memo, 0, sizeof sh->memo);
-    sh->aborted = sh->lap.none = 0;
+    const uint32_t pos = of.first + row;
+    mk_gqa g = {};
+    g.q_stride = of.dim, g.heads = (uint16_t)of.heads, g.kv_heads = (uint16_t)of.kv_heads, g.dim = (uint16_t)of.dim, g.rope = (uint16_t)of.rope, g.norm = (uint8_t)of.norm;
+    g.scale = 0.11f, g.eps = 1e-6f, g.part = part, g.parts = of.parts, g.grain = (uint8_t)of.grain, g.most = (uint8_t)of.most;
+    n_stages = 0; /* in a step of several rows the loader has none of it */
+    if (n == 1) stages_of(&g, pos);
+    lanes_ring_begin(at0, n_stages, fill);
     sh->args.exchange = (uint8_t *)exchange, sh->args.bulk = (uint8_t *)bulk, sh->args.counter = &counter, sh->args.param = param, sh->args.page = page, sh->args.max_pages = PAGES, sh->args.kv = (uint8_t *)pool;
     sh->args.kv_page_bytes = 2 * mk_gqa_page_values(of.kv_heads, of.dim), sh->args.epoch0 = EPOCH0;
-    sh->args.ring.at = lanes_ring[0], sh->args.ring.stride = STAGE, sh->args.ring.stages = MK_STAGES;
     mk_vec *v = sh->vec;
     memset(v, 0, 4 * sizeof *v);
-    v[0].scope = MK_PACKET, v[0].dtype = MK_BF16, v[0].width = width, v[0].nslice = (width + of.slice - 1) / of.slice, v[0].pubs = 1, v[0].slice_packets = (of.slice + 5) / 6, v[0].reserved = mk_div_by(v[0].slice_packets).magic;
+    v[0] = vec;
     v[1].scope = MK_BULK, v[1].pubs = 1, v[1].signals = of.kv_heads;
     v[2].scope = MK_BULK, v[2].pubs = 1, v[2].signals = of.parts;
-    for (uint32_t s = 0; s <= v[0].nslice; s++) sh->start[s] = (uint16_t)min(s * of.slice, width);
-    row_packets = v[0].nslice * v[0].slice_packets;
-    sh->step.seq = 4, sh->step.nrows = n;
-    for (uint32_t r = 0; r < n; r++) sh->step.row[r].pos = of.first + row + r;
+    for (uint32_t s = 0; s <= vec.nslice; s++) sh->start[s] = (uint16_t)min(s * of.slice, vec.width);
+    sh->step.seq = SEQ, sh->step.nrows = n;
+    for (uint32_t r = 0; r < n; r++) sh->step.row[r].pos = pos + r;
     mk_fed *f = &sh->fed[0];
-    mk_gqa *g = &f->in.gqa;
-    g->q_stride = of.dim, g->heads = (uint16_t)of.heads, g->kv_heads = (uint16_t)of.kv_heads, g->dim = (uint16_t)of.dim, g->rope = (uint16_t)of.rope, g->norm = (uint8_t)of.norm;
-    g->scale = 0.11f, g->eps = 1e-6f, g->part = part, g->parts = of.parts, g->grain = (uint8_t)of.grain, g->most = (uint8_t)of.most;
-    f->in.wait[0] = {0, 0, 0, (uint16_t)v[0].nslice}, f->in.wait[1] = {1, 0, 0, 0}, f->in.signal_vec = 2;
+    f->in.gqa = g;
+    f->in.wait[0] = {0, 0, 0, (uint16_t)vec.nslice}, f->in.wait[1] = {1, 0, 0, 0}, f->in.signal_vec = 2;
     f->plan.newest = {of.heads * of.dim, (of.heads + of.kv_heads) * of.dim, params(), 1e-6f};
     f->plan.whole = {(uint16_t)(whole ? 3 : MK_NONE), 0, (uint16_t)whole, (uint16_t)(whole ? of.dim / whole : 0)};
-    v[3].slice_packets = (whole + 5) / 6;
-    for (uint32_t w = 0; w < MK_WARPS; w++) sh->memo[w].next.at = at0;
+    v[3].dtype = MK_BF16, v[3].slice_packets = (uint32_t)mk_slice_packets(&v[3], whole);
     if (n > 1) return;
-    const uint32_t pos = sh->step.row[0].pos, splits = mk_splits(pos, g->grain, g->most);
-    const bool halves = mk_gqa_halves(g, splits);
-    f->place.in[0] = exchange + (mk_half(v, sh->step.seq, 0) * MK_MAX_ROWS + row) * row_packets, f->place.epoch[0] = mk_epoch(EPOCH0, sh->step.seq, 0);
-    f->place.per = mk_split_pages(pos, g->grain, g->most), f->place.items = (splits + halves) * of.kv_heads, f->place.ahead = MK_AHEAD_ALIKE | (halves ? MK_AHEAD_HALVES : 0) | (whole ? MK_AHEAD_WHOLE : 0);
+    const uint32_t splits = mk_splits(pos, g.grain, g.most);
+    const bool halves = mk_gqa_halves(&g, splits);
+    f->place.in[0] = packets_of(row, 0), f->place.epoch[0] = mk_epoch(EPOCH0, SEQ, 0);
+    f->place.per = mk_split_pages(pos, g.grain, g.most), f->place.items = (splits + halves) * of.kv_heads, f->place.ahead = MK_AHEAD_ALIKE | (halves ? MK_AHEAD_HALVES : 0) | (whole ? MK_AHEAD_WHOLE : 0);
     f->place.out = out, f->place.out_epoch = EPOCH0;
     for (uint32_t i = 0; i < of.rope / 2; i++) mk_sincosf(mk_mul((float)pos, param[params() - of.rope / 2 + i]), &sh->angle[i].x, &sh->angle[i].y);
-    stages_of(g, pos);
-    for (uint32_t i = 0; i < MK_STAGES; i++) slot[(at0 + i) % MK_STAGES] = {0, soon(), i, false};
 }
 template <uint32_t NB> static void of_one(void)
 {
@@ -180,7 +146,7 @@ static void run(void (*body)(void), uint32_t row, uint32_t n)
         publish();
         const bool went = lanes_run(body);
         if (!went) fail_msg("%u heads, %u KV heads of %u, position %u, %u rows, worker %u: %s", of.heads, of.kv_heads, of.dim, of.first + row, n, part, lanes.error);
-        for (uint32_t w = 0; w < MK_WARPS; w++) assert_int_equal(lanes_shared->memo[w].next.at, at0 + (n > 1 ? 0 : n_stages)); /* where the next instruction's stages begin */
+        for (uint32_t w = 0; w < MK_WARPS; w++) assert_int_equal(lanes_shared->memo[w].next.at, at0 + n_stages); /* where the next instruction's stages begin */
     }
 }
 
@@ -205,7 +171,7 @@ static double error(const float *partial, uint32_t r)
     double worst = 0, y[MK_GQA_DIM], q[MK_GQA_DIM], want[MK_GQA_DIM], *const p = (double *)malloc((pos + 1) * sizeof *p);
     for (uint32_t h = 0; h < of.heads; h++) {
         double top = -INFINITY, most = -INFINITY, sum = 0, all = 0, square = 0, off = 0;
-        turned(q, value + r * width + h * of.dim, param, pos);
+        turned(q, value + r * vec.width + h * of.dim, param, pos);
         for (uint32_t t = 0; t <= pos; t++) {
             const uint16_t *k = cached(h / group, 0, t);
             p[t] = 0;
@@ -232,7 +198,7 @@ static double error(const float *partial, uint32_t r)
         worst = fmax(worst, off == off ? off / sqrt(square / of.dim) : 1e9);
     }
     for (uint32_t kv = 0; kv < of.kv_heads; kv++) {
-        const float *const k = value + r * width + (of.heads + kv) * of.dim, *const v = k + of.kv_heads * of.dim;
+        const float *const k = value + r * vec.width + (of.heads + kv) * of.dim, *const v = k + of.kv_heads * of.dim;
         turned(q, k, param + params(), pos);
         for (uint32_t c = 0; c < of.dim; c++) {
             const double e = fabs(q[c] - mk_widen_bf16(cached(kv, 0, pos)[c])) / (fabs(q[c]) + 1e-3);
@@ -262,20 +228,22 @@ template <uint32_t NB> static void check(const shape *s, uint32_t values = 0)
 {
     of = *s;
     at0 = 2 * lanes_random(20);
-    width = (of.heads + 2 * of.kv_heads) * of.dim;
-    const uint32_t packets = (width + of.slice - 1) / of.slice * ((of.slice + 5) / 6), floats = mk_partial_floats(of.dim);
+    vec = {};
+    vec.scope = MK_PACKET, vec.dtype = MK_BF16, vec.pubs = 1, vec.width = (of.heads + 2 * of.kv_heads) * of.dim, vec.nslice = (vec.width + of.slice - 1) / of.slice;
+    vec.slice_packets = (uint32_t)mk_slice_packets(&vec, of.slice), vec.reserved = mk_div_by(vec.slice_packets).magic;
+    const uint32_t floats = mk_partial_floats(of.dim);
     for (uint32_t i = 0; i < PAGES; i++) page[i] = (i * 5 + 2) % PAGES;
     pool = (uint16_t *)malloc(2 * PAGES * mk_gqa_page_values(of.kv_heads, of.dim));
     memset(pool, 0xff, 2 * PAGES * mk_gqa_page_values(of.kv_heads, of.dim));
     for (uint32_t t = 0; t < of.first; t++)
         for (uint32_t kv = 0; kv < of.kv_heads; kv++)
             for (uint32_t c = 0; c < 2 * of.dim; c++) cached(kv, c / of.dim, t)[c % of.dim] = (uint16_t)mk_bf16_bits(bf16_random());
-    value = (float *)malloc(of.rows * width * sizeof *value);
-    for (uint32_t i = 0; i < of.rows * width; i++) value[i] = bf16_random();
+    value = (float *)malloc(of.rows * vec.width * sizeof *value);
+    for (uint32_t i = 0; i < of.rows * vec.width; i++) value[i] = bf16_random();
     param = (float *)malloc(2 * params() * sizeof *param + 4);
     for (uint32_t k = 0; k < 2; k++)
         for (uint32_t i = 0; i < params(); i++) param[k * params() + i] = i < params() - of.rope / 2 ? 0.5f + 0.01f * (float)lanes_random(100) : powf(10000.0f, -2.0f * (float)(i - (params() - of.rope / 2)) / (float)of.rope);
-    lanes_packets = 2 * MK_MAX_ROWS * packets;
+    lanes_packets = (uint32_t)mk_packet_offset(&vec, 2, 0, 0) / 16;
     lanes_exchange = exchange = (uint4 *)calloc(lanes_packets, sizeof *exchange);
     lanes_late = (uint32_t *)malloc(lanes_packets * sizeof *lanes_late);
     memset(lanes_late, 0xff, lanes_packets * sizeof *lanes_late);
@@ -337,10 +305,7 @@ static void test_whole(void **)
 
 int main(void)
 {
-    const uint32_t ring = (sizeof(mk_shared) + 127) / 128 * 128;
-    lanes_shared = (mk_shared *)aligned_alloc(128, ring + MK_STAGES * STAGE + 128);
-    lanes_ring[0] = ring, lanes_ring[1] = ring + MK_STAGES * STAGE;
-    lanes_mbar_test = there, lanes_mbar_arrive = arrive;
+    lanes_ring_open(STAGE);
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_64), cmocka_unit_test(test_128), cmocka_unit_test(test_256), cmocka_unit_test(test_whole)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
