@@ -17,56 +17,12 @@ typedef struct mk_accs {
     float4 tile[MK_TILES];
 } mk_accs;
 
-MK_DEV void mk_mma_bf16(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-MK_DEV void mk_mma_f16(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-/* The same from 0. */
-MK_DEV void mk_mma_bf16_first(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
-        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
-}
-MK_DEV void mk_mma_f16_first(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
-        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
-}
-/* Four e4m3 codes as f16, exactly: the first two and the others. */
-MK_DEV void mk_fp8_open(uint32_t v, uint32_t *first, uint32_t *second)
-{
-    asm("{\n\t.reg .b16 a, b;\n\tmov.b32 {a, b}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, a;\n\tcvt.rn.f16x2.e4m3x2 %1, b;\n\t}" : "=r"(*first), "=r"(*second) : "r"(v));
-}
-/* Four 8 x 16-byte matrices, the address of whose rows this lane knows one of. Not volatile, so that loads of the next K block may pass this one's arithmetic: addresses
- * must come out of mk_after. */
-MK_DEV void mk_ldmatrix(uint32_t *a, uint32_t at)
-{
-    asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at));
-}
-/* Right operands: of four chunks of 8 bf16 values, whose first and others the lanes know the addresses of as ldmatrix wants them; of 32 f16 values, of which a lane takes four
- * at `at` and four 16 further. */
+/* Right operands: of four chunks of 8 bf16 values, whose first and others the lanes know the addresses of as ldmatrix wants them; of f16: mk_ldx_f16. */
 MK_DEV uint4 mk_ldx_bf16(uint32_t at)
 {
     uint32_t v[4];
     mk_ldmatrix(v, at);
     return make_uint4(v[0], v[1], v[2], v[3]);
-}
-MK_DEV uint4 mk_ldx_f16(uint32_t at)
-{
-    uint4 v;
-    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
-    asm("ld.shared.v2.u32 {%0, %1}, [%2 + 32];" : "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
 }
 /* Where a lane's right operands are in a staged K block, from the row of its column on. */
 template <bool FP8> MK_DEV uint32_t mk_ldx_at(uint32_t lane)
@@ -78,12 +34,6 @@ template <bool FP8> MK_DEV uint32_t mk_ldx_column(uint32_t lane, uint32_t cols)
 {
     const uint32_t c = FP8 ? lane >> 2 : lane & 7;
     return c < cols ? c : 0;
-}
-MK_DEV float mk_lds(uint32_t at)
-{
-    float v;
-    asm("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
-    return v;
 }
 MK_DEV float mk_lds_bf16(uint32_t at)
 {
@@ -142,7 +92,7 @@ template <uint32_t NT> MK_DEV void mk_fp8_load(mk_fp8_tiles<NT> *t, uint32_t w, 
 #pragma unroll
         for (uint32_t i = 0; i < 8; i++) asm volatile("" : "+r"(t->w[j][i]));
 #pragma unroll
-    for (uint32_t i = 0; i < 2 * NT; i++) asm volatile("" : "+f"(t->f[i]));
+    for (uint32_t i = 0; i < 2 * NT; i++) mk_keep(&t->f[i]);
 }
 /* A word of each load of some tiles' weights; of scales. */
 template <uint32_t N> MK_DEV uint32_t mk_words_of(const uint32_t (&w)[N][8])

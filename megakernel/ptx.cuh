@@ -180,6 +180,21 @@ MK_DEV uint32_t mk_lds32(uint32_t at)
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
     return v;
 }
+/* As f32, and not volatile: addresses of what others write must come out of mk_after (product.cuh). */
+MK_DEV float mk_lds(uint32_t at)
+{
+    float v;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    return v;
+}
+/* Right operands of mma.sync of 32 f16 values, of which a lane takes four at `at` and four 16 further. */
+MK_DEV uint4 mk_ldx_f16(uint32_t at)
+{
+    uint4 v;
+    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    asm("ld.shared.v2.u32 {%0, %1}, [%2 + 32];" : "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
 MK_DEV void mk_sts32(uint32_t at, uint32_t v)
 {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
@@ -320,6 +335,42 @@ MK_DEV void mk_mma(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+MK_DEV void mk_mma_bf16(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+MK_DEV void mk_mma_f16(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+/* The same from 0. */
+MK_DEV void mk_mma_bf16_first(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+MK_DEV void mk_mma_f16_first(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+/* Four e4m3 codes as f16, exactly: the first two and the others. */
+MK_DEV void mk_fp8_open(uint32_t v, uint32_t *first, uint32_t *second)
+{
+    asm("{\n\t.reg .b16 a, b;\n\tmov.b32 {a, b}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, a;\n\tcvt.rn.f16x2.e4m3x2 %1, b;\n\t}" : "=r"(*first), "=r"(*second) : "r"(v));
+}
+/* Four 8 x 16-byte matrices, the address of whose rows this lane knows one of. Not volatile, so that loads of the next K block may pass this one's arithmetic: addresses
+ * must come out of mk_after. */
+MK_DEV void mk_ldmatrix(uint32_t *a, uint32_t at)
+{
+    asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at));
+}
 /* An 8 x 8 matrix of bf16 of the warp, transposed: lane (g, l) has row g, columns 2 l and 2 l + 1. */
 MK_DEV uint32_t mk_turn(uint32_t x)
 {
@@ -339,6 +390,10 @@ MK_DEV float mk_reciprocal(float x)
 MK_DEV void mk_keep(uint32_t *x)
 {
     asm volatile("" : "+r"(*x));
+}
+MK_DEV void mk_keep(float *x)
+{
+    asm volatile("" : "+f"(*x));
 }
 /* An address that is made here: else every one from it on is made of what it is made of. */
 template <typename T> MK_DEV T *mk_keep_at(T *x)
