@@ -10,7 +10,8 @@
 #include <string.h>
 #include <ucontext.h>
 
-#define LANES 256u
+#define LANES        256u
+#define LANES_ROUNDS 20000u /* of all lanes, at most */
 
 typedef struct lanes_warp {
     const char *what; /* they meet for, and where */
@@ -22,6 +23,8 @@ static struct {
     char *stack[LANES];
     bool done[LANES];
     lanes_warp warp[LANES / 32];
+    const uint32_t *until[LANES]; /* NULL, or the round that a lane waits to see the end of: */
+    uint32_t since[LANES];        /* this one */
     uint32_t me, waiting, round; /* waiting, round: of the block's barrier */
     uint64_t moved;
     char error[200]; /* the first; "": none */
@@ -42,6 +45,11 @@ static inline void lanes_yield(void)
 {
     swapcontext(&lanes.lane[lanes.me], &lanes.back);
 }
+static inline void lanes_wait(const uint32_t *round)
+{
+    lanes.until[lanes.me] = round, lanes.since[lanes.me] = *round;
+    lanes_yield();
+}
 /* All lanes of the warp meet, each with a value; returns what all have brought. It may be read until the next meeting. */
 static inline const uint32_t *lanes_meet(const char *what, int line, uint32_t value)
 {
@@ -55,18 +63,17 @@ static inline const uint32_t *lanes_meet(const char *what, int line, uint32_t va
         w->n = 0, w->round++;
         return w->out;
     }
-    for (const uint32_t round = w->round; w->round == round;) lanes_yield();
+    lanes_wait(&w->round);
     return w->out;
 }
 /* All threads. */
 static inline void lanes_barrier(void)
 {
-    const uint32_t round = lanes.round;
     lanes.moved++;
     if (++lanes.waiting == LANES)
         lanes.waiting = 0, lanes.round++;
     else
-        while (lanes.round == round) lanes_yield();
+        lanes_wait(&lanes.round);
 }
 static void lanes_begin(void)
 {
@@ -81,25 +88,28 @@ static inline bool lanes_run(void (*body)(void))
     lanes.waiting = 0;
     *lanes.error = 0;
     for (uint32_t i = 0; i < LANES; i++) {
-        lanes.done[i] = false;
+        lanes.done[i] = false, lanes.until[i] = NULL;
         getcontext(&lanes.lane[i]);
         if (!lanes.stack[i]) lanes.stack[i] = (char *)malloc(65536);
         lanes.lane[i].uc_stack.ss_sp = lanes.stack[i], lanes.lane[i].uc_stack.ss_size = 65536, lanes.lane[i].uc_link = NULL;
         makecontext(&lanes.lane[i], lanes_begin, 0);
         lanes.warp[i / 32].n = 0;
     }
-    uint32_t idle = 0;
+    uint32_t idle = 0, rounds = 0;
     for (uint64_t left = LANES; left && !*lanes.error;) {
         const uint64_t moved = lanes.moved;
         const uint32_t first = lanes_random(LANES), step = 1 + 2 * lanes_random(LANES / 2);
         left = 0;
         for (uint32_t i = 0; i < LANES; i++) {
-            lanes.me = (first + i * step) % LANES;
-            if (lanes.done[lanes.me]) continue;
+            const uint32_t me = (first + i * step) % LANES;
+            if (lanes.done[me]) continue;
             left++;
+            if (lanes.until[me] && *lanes.until[me] == lanes.since[me]) continue; /* there is nothing to go on with */
+            lanes.until[me] = NULL, lanes.me = me;
             swapcontext(&lanes.back, &lanes.lane[lanes.me]);
         }
         idle = lanes.moved == moved ? idle + 1 : 0;
+        if (++rounds > LANES_ROUNDS) lanes_wrong("it goes on for ever", (uint32_t)left, lanes.waiting);
         if (left && idle > 10000) lanes_wrong("nobody goes on", (uint32_t)left, lanes.waiting);
     }
     return !*lanes.error;

@@ -48,10 +48,10 @@ static void lanes_ring_arrive(uint32_t bar)
     lanes_slot_next(i, s->stage + MK_STAGES);
 }
 
-/* Shared memory with such a ring behind it, of stages of so many bytes: once. */
-static void lanes_ring_open(uint32_t stride)
+/* Shared memory with such a ring behind it, of stages of so many bytes, and before that so many of LOCAL vectors: once. */
+static void lanes_ring_open(uint32_t stride, uint32_t local = 0)
 {
-    const uint32_t ring = (sizeof(mk_shared) + 127) / 128 * 128;
+    const uint32_t ring = (sizeof(mk_shared) + local + 127) / 128 * 128;
     lanes_shared = (mk_shared *)aligned_alloc(128, ring + MK_STAGES * stride + 128);
     lanes_ring[0] = ring, lanes_ring[1] = ring + MK_STAGES * stride;
     lanes_loader.stride = stride;

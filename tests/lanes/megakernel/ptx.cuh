@@ -1,7 +1,8 @@
-/* What device code finds in place of megakernel/ptx.cuh, and of CUDA, where it runs on a CPU (tests/lanes/lanes.h): as much as gathering and attention want. */
+/* What device code finds in place of megakernel/ptx.cuh, and of CUDA, where it runs on a CPU (tests/lanes/lanes.h): as much as gathering, attention and EXPERT_DOWN want. */
 #ifndef MK_PTX_CUH
 #define MK_PTX_CUH
 
+#include "host/formats.h"
 #include "tests/lanes/lanes.h"
 #include <type_traits>
 
@@ -90,6 +91,18 @@ MK_DEV uint4 mk_lds128_still(uint32_t at) { return mk_lds128(at); }
 MK_DEV void mk_lds128(uint4 *x, uint32_t at, uint32_t has)
 {
     if (has) *x = mk_lds128(at);
+}
+MK_DEV float mk_lds(uint32_t at) { return __uint_as_float(mk_lds32(at)); }
+MK_DEV uint4 mk_ldx_f16(uint32_t at)
+{
+    uint2 v[2];
+    memcpy(&v[0], lanes_at(at, 8), 8), memcpy(&v[1], lanes_at(at + 32, 8), 8);
+    return make_uint4(v[0].x, v[0].y, v[1].x, v[1].y);
+}
+MK_DEV void mk_ldmatrix(uint32_t *a, uint32_t at)
+{
+    const uint32_t *const row = lanes_meet("ldmatrix", __LINE__, at), lane = lanes.me % 32;
+    for (uint32_t i = 0; i < 4; i++) memcpy(&a[i], (uint8_t *)lanes_at(row[8 * i + lane / 4], 16) + lane % 4 * 4, 4);
 }
 MK_DEV float2 mk_lds64(uint32_t at) { float2 v; memcpy(&v, lanes_at(at, 8), 8); return v; }
 MK_DEV void mk_lds64(uint32_t *x, uint32_t *y, uint32_t at)
@@ -183,21 +196,46 @@ MK_DEV uint32_t mk_bytes(uint32_t x, uint32_t which)
     return r;
 }
 MK_DEV uint32_t __viaddmin_u16x2(uint32_t a, uint32_t b, uint32_t c) { return min((a + b) & 0xffffu, c & 0xffffu) | min((a >> 16) + (b >> 16) & 0xffffu, c >> 16) << 16; }
-/* A warp's words of a product, by round: who is through with it may bring the next one's. */
-static uint32_t lanes_product[LANES / 32][2][6][32];
-MK_DEV void mk_mma(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
+/* A warp's values of a product, by round: who is through with it may bring the next one's. */
+static float lanes_product[LANES / 32][2][6][32][2];
+template <bool F16> MK_DEV void lanes_mma(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
 {
-    const uint32_t warp = lanes.me / 32, lane = lanes.me % 32, word[6] = {a0, a1, a2, a3, b0, b1};
-    uint32_t (*const w)[32] = lanes_product[warp][lanes.warp[warp].round & 1];
-    for (uint32_t i = 0; i < 6; i++) w[i][lane] = word[i];
+    const uint32_t warp = lanes.me / 32, lane = lanes.me % 32, word[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    float (*const w)[32][2] = lanes_product[warp][lanes.warp[warp].round & 1];
+    for (uint32_t i = 0; i < 6; i++)
+        for (uint32_t e = 0; e < 2; e++) w[i][lane][e] = F16 ? mk_f16_to_f32((uint16_t)(word[i] >> 16 * e)) : __uint_as_float(word[i] >> 16 * e << 16);
     lanes_meet("mma", __LINE__, 0);
     for (uint32_t i = 0; i < 4; i++) {
         const uint32_t row = lane / 4, column = lane % 4 * 2 + (i & 1);
-        for (uint32_t k = 0; k < 16; k++) {
-            const uint32_t x = w[i / 2 + k / 8 * 2][row * 4 + k % 8 / 2], y = w[4 + k / 8][column * 4 + k % 8 / 2];
-            c[i] += __uint_as_float(k & 1 ? x & 0xffff0000u : x << 16) * __uint_as_float(k & 1 ? y & 0xffff0000u : y << 16);
-        }
+        for (uint32_t k = 0; k < 16; k++) c[i] += w[i / 2 + k / 8 * 2][row * 4 + k % 8 / 2][k & 1] * w[4 + k / 8][column * 4 + k % 8 / 2][k & 1];
     }
+}
+MK_DEV void mk_mma_bf16(float *c, const uint32_t *a, uint32_t b0, uint32_t b1) { lanes_mma<false>(c, a, b0, b1); }
+MK_DEV void mk_mma_f16(float *c, const uint32_t *a, uint32_t b0, uint32_t b1) { lanes_mma<true>(c, a, b0, b1); }
+MK_DEV void mk_mma_bf16_first(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
+{
+    c[0] = c[1] = c[2] = c[3] = 0;
+    mk_mma_bf16(c, a, b0, b1);
+}
+MK_DEV void mk_mma_f16_first(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
+{
+    c[0] = c[1] = c[2] = c[3] = 0;
+    mk_mma_f16(c, a, b0, b1);
+}
+MK_DEV void mk_mma(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
+{
+    const uint32_t a[4] = {a0, a1, a2, a3};
+    mk_mma_bf16(c, a, b0, b1);
+}
+MK_DEV void mk_fp8_open(uint32_t v, uint32_t *first, uint32_t *second)
+{
+    uint32_t h[4];
+    for (uint32_t i = 0; i < 4; i++) {
+        const uint8_t b = (uint8_t)(v >> 8 * i);
+        const uint32_t u = __float_as_uint(mk_fp8_finite(b)), m = u & 0x7fffffffu; /* 0, or a normal number of f16 */
+        h[i] = (b & 127) == 127 ? 0x7e00 : (m ? (m >> 13) - (112u << 10) : 0) | u >> 31 << 15;
+    }
+    *first = h[0] | h[1] << 16, *second = h[2] | h[3] << 16;
 }
 MK_DEV uint32_t mk_turn(uint32_t x)
 {
@@ -207,6 +245,7 @@ MK_DEV uint32_t mk_turn(uint32_t x)
 }
 MK_DEV uint32_t mk_tid_now(void) { return lanes.me; }
 MK_DEV void mk_keep(uint32_t *x) { (void)x; }
+MK_DEV void mk_keep(float *x) { (void)x; }
 template <typename T> MK_DEV T *mk_keep_at(T *x) { return x; }
 
 /* ---- what no test here runs, but its neighbours in a file mention ------------------------------------------------------- */

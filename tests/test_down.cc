@@ -1,0 +1,279 @@
+/* EXPERT_DOWN of several rows on the CPU (instructions/expert_down.cuh): the kernel's own text, 256 lanes as coroutines (tests/lanes). Packets come late, stages of experts' weights when they like, and
+ * are no numbers when they have been left; nor is anything in shared memory before. What is published against double arithmetic; and each row's bits are those of a step without the host's table of
+ * packets, and of a step of that row alone. */
+#include "tests/lanes/cuda.h"
+
+extern "C" {
+#include "instructions/program.h"
+}
+#include "instructions/expert_down.cuh"
+#include "tests/lanes/ring.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+extern "C" {
+#include <cmocka.h>
+}
+
+#define STAGE   33280u /* bytes; ldmatrix reads on behind the last row of a slice */
+#define SCALES  256u   /* bytes of a stage before its weights */
+#define EXPERTS 60u
+#define EPOCH   0x1234u
+#define MAP     16u /* where the table is in mk_gpu_args.map */
+typedef struct shape {
+    bool fp8;
+    uint32_t k, n, slices, odd, topk, rows, experts, per, log; /* slices: of a pair; odd: of any lengths; experts: of which rows choose; per: K blocks of a stage */
+    uint32_t by[6];                                            /* if not 0: so many rows choose experts 0, 1 ..., and so on */
+} shape;
+static shape of;
+static uint32_t nkb, nst, nseg, phase, scale_bytes, stages, at0;
+static mk_vec u, from, out; /* as in the instruction's waits 0 and 2, and its signal */
+static uint32_t start[MK_PAIR_WORDS * 32 + 1];
+static uint16_t *value;                               /* [row][rank][k], bf16 */
+static float weight[MK_MAX_ROWS][MK_MAX_TOPK], *base; /* base: [row][n] */
+static uint32_t chosen[MK_MAX_ROWS][MK_MAX_TOPK];     /* ascending */
+static uint8_t *matrix[EXPERTS];                      /* scales, then weights */
+static uint4 *exchange, *published;
+static mk_routes *routes; /* in LOCAL memory, before the sums of others */
+alignas(16) static uint32_t words[MAP + 32 * MK_PAIR_WORDS];
+static uint32_t odds; /* steps of odd slices */
+
+static uint32_t bf16_random(uint32_t exponent)
+{
+    return lanes_random(2) << 15 | (exponent + lanes_random(4)) << 7 | lanes_random(128);
+}
+
+/* ---- the loader, as feed_segment, feed_blank and feed_shared have it ------------------------------------------------------ */
+
+static void fill(uint32_t stage, uint8_t *to)
+{
+    const uint32_t j = (stage / nst) << of.log, first = stage % nst * of.per, kb_bytes = of.n * MK_KBLOCK_BYTES, bytes = first < nkb ? min(of.per, nkb - first) * kb_bytes : 0;
+    for (uint32_t i = 0; i < 1u << of.log && j + i < routes->n_union && bytes; i++) {
+        const uint8_t *m = matrix[routes->expert[j + i]];
+        uint8_t *at = to + (of.log ? i * (scale_bytes + of.per * kb_bytes) : 0);
+        memcpy(at, m, scale_bytes);
+        memcpy(at + (of.log ? scale_bytes : SCALES), m + scale_bytes + first * kb_bytes, bytes);
+    }
+}
+
+/* ---- a step -------------------------------------------------------------------------------------------------------------- */
+
+/* Of a row of u. */
+static uint32_t row_packets(void)
+{
+    return u.nslice * u.slice_packets;
+}
+/* What ROUTE leaves of rows [r0, r0 + n). */
+static void route(uint32_t r0, uint32_t n)
+{
+    mk_pairs *pairs = &lanes_shared->pairs;
+    uint32_t p = 0;
+    routes->n_union = 0;
+    for (uint32_t e = 0; e < EXPERTS; e++) {
+        const uint32_t first = p, j = routes->n_union;
+        for (uint32_t r = 0; r < n; r++) {
+            routes->rank[r][j] = 255;
+            for (uint32_t rank = 0; rank < of.topk; rank++) {
+                routes->weight[r][rank] = weight[r0 + r][rank];
+                if (chosen[r0 + r][rank] != e) continue;
+                routes->rank[r][j] = pairs->rank[p] = (uint8_t)rank, pairs->row[p] = (uint8_t)r, pairs->expert[p] = (uint8_t)j;
+                p++;
+            }
+        }
+        if (p == first) continue;
+        pairs->first[j] = (uint8_t)first, pairs->first[j + 1] = (uint8_t)p;
+        routes->expert[routes->n_union++] = (uint16_t)e;
+    }
+}
+static void prepare(uint32_t r0, uint32_t n, bool map)
+{
+    mk_shared *sh = lanes_shared;
+    uint32_t experts = 0;
+    for (uint32_t e = 0; e < EXPERTS; e++)
+        for (uint32_t i = 0, one = 1; i < n * of.topk; i++)
+            if (chosen[r0 + i / of.topk][i % of.topk] == e) experts += one, one = 0;
+    at0 = lanes_random(1000), stages = (experts + (1 << of.log) - 1 >> of.log) * nst;
+    lanes_ring_begin(at0, stages, fill);
+    sh->args.ring.scales = SCALES, sh->args.map = words;
+    for (uint32_t w = 0; w < MK_WARPS; w++) {
+        mk_next_begin(sh, w);
+        const uint32_t i = at0 + mk_group_first(w, at0);
+        sh->memo[w].next = {mk_stage_bar(sh, i), mk_stage_at(sh, i) + SCALES, mk_stage_parity(i), at0};
+    }
+    route(r0, n);
+    sh->step.nrows = n;
+    sh->vec[0] = u, sh->vec[1] = {}, sh->vec[2] = from, sh->vec[3] = out;
+    for (uint32_t s = 0; s <= u.nslice; s++) sh->start[s] = (uint16_t)(s / of.slices * of.k + start[s % of.slices]);
+    if (from.scope == MK_LOCAL) memcpy((uint8_t *)routes + from.offset, base + r0 * of.n, n * of.n * sizeof *base);
+    mk_fed *f = &sh->fed[0];
+    f->in.opcode = MK_OP_EXPERT_DOWN;
+    f->in.wait[1].vec = 1, f->in.wait[2].vec = 2, f->in.signal_vec = 3;
+    f->in.expert.k = of.k, f->in.expert.n = (uint16_t)of.n, f->in.expert.wtype = of.fp8 ? MK_W_FP8 : MK_W_BF16, f->in.expert.topk = (uint8_t)of.topk;
+    f->plan.tile = {f->in.expert.wtype, of.n, nkb, of.per, nst, 1, nseg, phase, 1};
+    f->plan.shared = {(uint16_t)of.log, (uint16_t)scale_bytes};
+    f->plan.packets = of.slices * u.slice_packets, f->plan.map = map ? MAP : 0;
+    f->place.in[0] = exchange + r0 * row_packets(), f->place.in[2] = exchange + of.rows * row_packets() + r0 * from.slice_packets;
+    f->place.epoch[0] = EPOCH, f->place.epoch[2] = EPOCH + 1;
+    f->place.out = published, f->place.out_epoch = EPOCH + 2;
+    for (uint32_t i = 0; i < lanes_packets; i++) lanes_late[i] = lanes_random(4) ? 0 : lanes_random(40);
+}
+template <uint32_t FORM> static void body(void)
+{
+    mk_shared *sh = lanes_shared;
+    constexpr uint32_t PART = MK_RED_FLOATS / MK_WARPS;
+    const uint32_t warp = lanes.me / 32, lane = lanes.me % 32;
+    for (uint32_t n = lanes_random(30); n && lane == 0; n--) lanes_yield();
+    if (lane == 0) memset(sh->red + warp * PART, 0xff, PART * sizeof *sh->red); /* sums of the instruction before, with which it is done */
+    mk_down_of<FORM>(&sh->fed[0].in);
+}
+static void run(uint32_t r0, uint32_t n, bool map, uint4 *to)
+{
+    mk_shared *sh = lanes_shared;
+    published = to;
+    memset(to, 0xff, n * out.slice_packets * sizeof *to);
+    prepare(r0, n, map);
+    if (!lanes_run(of.fp8 ? body<MK_X_F16> : body<MK_X_BF16>))
+        fail_msg("%s, %u values, %u of the result, %u slices, %u rows from %u on, %u of %u experts, table %u: %s", of.fp8 ? "e4m3" : "bf16", of.k, of.n, of.slices, n, r0, of.topk, of.experts, map, lanes.error);
+    for (uint32_t w = 0; w < MK_WARPS; w++) assert_int_equal(sh->memo[w].next.at, at0 + stages); /* where the next instruction's stages begin */
+}
+
+/* ---- in double ----------------------------------------------------------------------------------------------------------- */
+
+static double entry(uint32_t e, uint32_t i, uint32_t c)
+{
+    const uint32_t per = of.fp8 ? 64 : 32, kb = c / per, byte = c % per * (64 / per);
+    const uint8_t *at = matrix[e] + scale_bytes + ((kb * 4 + byte / 16) * of.n + i) * 16 + byte % 16;
+    uint16_t h;
+    memcpy(&h, at, sizeof(uint16_t) - of.fp8);
+    if (!of.fp8) return mk_widen_bf16(h);
+    return (double)mk_fp8_finite(*at) * ((const float *)matrix[e])[kb / 2 * nseg + (phase + i) / MK_SCALE_ROWS];
+}
+/* The greatest difference of a value of row r, by the sum of the magnitudes that are added there. */
+static double error(const uint4 *found, uint32_t r)
+{
+    double worst = 0;
+    for (uint32_t i = 0; i < of.n; i++) {
+        double want = base[r * of.n + i], all = fabs(want);
+        for (uint32_t rank = 0; rank < of.topk; rank++)
+            for (uint32_t c = 0; c < of.k; c++) {
+                const double x = weight[r][rank] * entry(chosen[r][rank], i, c) * mk_widen_bf16(value[(r * of.topk + rank) * of.k + c]);
+                want += x, all += fabs(x);
+            }
+        const uint4 q = found[i / 3];
+        const double e = fabs(__uint_as_float(i % 3 == 0 ? q.x : i % 3 == 1 ? q.y : q.z) - want) / all;
+        worst = q.w != EPOCH + 2 || e != e ? 1e9 : fmax(worst, e);
+    }
+    return worst;
+}
+
+/* Words of a packet behind its slice's end are 0 (mk_publish_unit); packets that nobody publishes hold anything, and the epoch perhaps. */
+static void publish(void)
+{
+    u = {}, from = {}, out = {};
+    for (uint32_t s = 0; s <= of.slices; s++) start[s] = s % of.slices ? of.odd ? s * of.k / of.slices - lanes_random(3) : s * of.k / of.slices & ~1u : s / of.slices * of.k;
+    for (uint32_t s = 0; s < of.slices; s++) u.slice_packets = max(u.slice_packets, (start[s + 1] - start[s] + 5) / 6);
+    u.scope = MK_PACKET, u.dtype = MK_BF16, u.nslice = of.topk * of.slices, u.reserved = mk_div_by(u.slice_packets).magic;
+    from.scope = lanes_random(2) ? MK_LOCAL : MK_PACKET, from.nslice = 1, from.slice_packets = (of.n + 2) / 3, from.offset = (sizeof *routes + 15) & ~15u;
+    out.scope = MK_PACKET, out.dtype = MK_F32, out.nslice = 1, out.slice_packets = (of.n + 2) / 3;
+    assert_true(of.slices * u.slice_packets <= 32 * MK_PAIR_WORDS);
+    memset(words, 0, sizeof words);
+    mk_pair_table(words + MAP, start, of.slices * u.slice_packets, u.slice_packets);
+    odds += words[MAP] & MK_PAIR_ODD;
+    const uint32_t all = of.rows * row_packets();
+    lanes_packets = all + of.rows * from.slice_packets + 512; /* memory goes on */
+    lanes_exchange = exchange = (uint4 *)malloc(lanes_packets * sizeof *exchange);
+    lanes_late = (uint32_t *)malloc(lanes_packets * sizeof *lanes_late);
+    lanes_asked = (uint8_t *)calloc(lanes_packets, 1);
+    for (uint32_t i = 0; i < lanes_packets; i++) {
+        const uint32_t q = i % (of.slices * u.slice_packets), pair = i / (of.slices * u.slice_packets), s = q / u.slice_packets, first = start[s] + q % u.slice_packets * 6;
+        exchange[i] = make_uint4(lanes_random(~0u), lanes_random(~0u), lanes_random(~0u), EPOCH - lanes_random(2));
+        if (i < all && first < start[s + 1]) {
+            uint16_t v[6] = {};
+            memcpy(v, value + pair * of.k + first, min(start[s + 1] - first, 6u) * sizeof *v);
+            memcpy(&exchange[i], v, sizeof v);
+            exchange[i].w = EPOCH;
+        }
+    }
+    for (uint32_t i = 0; i < of.rows * of.n; i++) {
+        uint4 *q = exchange + all + i / of.n * from.slice_packets + i % of.n / 3;
+        (&q->x)[i % of.n % 3] = __float_as_uint(base[i]), q->w = EPOCH + 1;
+    }
+}
+static void check(const shape *s)
+{
+    of = *s;
+    const uint32_t per = of.fp8 ? 64 : 32;
+    nkb = (of.k + per - 1) / per, nst = ((nkb + of.per - 1) / of.per + 1) & ~1u;
+    phase = lanes_random(MK_SCALE_ROWS), nseg = of.fp8 ? (phase + of.n - 1) / MK_SCALE_ROWS + 1 : 1, scale_bytes = of.fp8 ? ((nkb + 1) / 2 * nseg * 4 + 127) & ~127u : 0;
+    assert_true(scale_bytes <= SCALES && (of.log ? (scale_bytes + of.per * of.n * MK_KBLOCK_BYTES) << of.log : SCALES + of.per * of.n * MK_KBLOCK_BYTES) + 256 <= STAGE && of.experts <= EXPERTS);
+    assert_true(!of.log || (nkb == 2 * of.per && (uint32_t)MK_MAX_ROWS << of.log <= MK_STAGING / mk_row_stride(of.k))); /* shared_by */
+    for (uint32_t e = 0; e < of.experts; e++) {
+        matrix[e] = (uint8_t *)calloc(1, scale_bytes + nkb * of.n * MK_KBLOCK_BYTES);
+        for (uint32_t i = 0; i < scale_bytes / 4; i++) ((float *)matrix[e])[i] = ldexpf(1 + (float)lanes_random(100) / 100, -(int)lanes_random(4));
+        for (uint32_t i = 0; i < nkb * of.n * per; i++) {
+            const uint32_t at = i * (64 / per), c = at / 16 / of.n / 4 * per + (at / 16 / of.n % 4 * 16 + at % 16) / (64 / per), w = bf16_random(122);
+            if (c < of.k) memcpy(matrix[e] + scale_bytes + at, of.fp8 ? (const uint8_t *)&w + 1 : (const uint8_t *)&w, 64 / per);
+            if (c < of.k && of.fp8) matrix[e][scale_bytes + at] = (uint8_t)(lanes_random(2) << 7 | (32 + lanes_random(48)));
+        }
+    }
+    value = (uint16_t *)malloc(of.rows * of.topk * of.k * sizeof *value);
+    base = (float *)malloc(of.rows * of.n * sizeof *base);
+    for (uint32_t i = 0; i < of.rows * of.n; i++) base[i] = ((float)lanes_random(2001) - 1000) / 256;
+    uint32_t ranks[MK_MAX_ROWS] = {};
+    for (uint32_t e = 0, pair = 0; of.by[0] && e < of.experts; e++)
+        for (uint32_t i = 0; i < of.by[e % 6]; i++, pair++) chosen[pair % of.rows][ranks[pair % of.rows]++] = e;
+    for (uint32_t r = 0; r < of.rows; r++) {
+        for (uint32_t e = 0; ranks[r] < of.topk; e++)
+            if (lanes_random(of.experts - e) < of.topk - ranks[r]) chosen[r][ranks[r]++] = e;
+        for (uint32_t rank = 0; rank < of.topk; rank++) {
+            const uint32_t exponent = 115 + lanes_random(12); /* each pair has a power of two of its own */
+            for (uint32_t c = 0; c < of.k; c++) value[(r * of.topk + rank) * of.k + c] = (uint16_t)bf16_random(exponent);
+            weight[r][rank] = (float)(1 + lanes_random(1000)) / 1024;
+        }
+    }
+    publish();
+    const uint32_t n = out.slice_packets;
+    uint4 *const several = (uint4 *)malloc(of.rows * n * sizeof *several), *const other = (uint4 *)malloc(of.rows * n * sizeof *other);
+    run(0, of.rows, true, several);
+    run(0, of.rows, false, other);
+    const bool differ = memcmp(several, other, of.rows * n * sizeof *several) != 0;
+    for (uint32_t r = 0; r < of.rows; r++) {
+        run(r, 1, lanes_random(2), other);
+        const bool alone = memcmp(several + r * n, other, n * sizeof *several) != 0;
+        const double off = error(several + r * n, r);
+        if (differ || alone || !(off < 1e-6))
+            fail_msg("%s, %u values, %u of the result, %u slices, row %u of %u, %u of %u experts: an error of %g; bits are%s those without a table, and%s the row's alone", of.fp8 ? "e4m3" : "bf16", of.k, of.n, of.slices, r,
+                     of.rows, of.topk, of.experts, off, differ ? " not" : "", alone ? " not" : "");
+    }
+    for (uint32_t e = 0; e < of.experts; e++) free(matrix[e]);
+    free(value), free(base), free(exchange), free(lanes_late), free(lanes_asked), free(several), free(other);
+}
+
+/* All at once. */
+static void test_one_batch(void **)
+{
+    const shape shapes[] = {{true, 64, 14, 4, 0, 2, 2, 5, 1, 0, {}}, {false, 128, 40, 16, 0, 5, 4, 8, 2, 0, {}}, {true, 193, 33, 11, 1, 4, 8, 7, 3, 0, {}}, {false, 512, 16, 32, 0, 3, 7, 5, 8, 1, {}}};
+    for (const shape &s : shapes) check(&s);
+}
+/* In batches, of many pairs and of few, of experts of one pair, of experts that nearly all rows choose. */
+static void test_batches(void **)
+{
+    const shape shapes[] = {{true, 320, 24, 10, 0, 8, 8, 14, 3, 0, {}}, {true, 1536, 40, 64, 0, 2, 8, 2, 12, 0, {}}, {true, 1400, 14, 70, 0, 5, 8, 6, 11, 0, {7, 7, 6, 5, 8, 7}}, {true, 64, 16, 3, 0, 10, 6, 60, 1, 0, {1, 1, 1, 1, 1, 1}},
+                            {false, 1024, 18, 48, 0, 3, 8, 5, 8, 0, {}}, {true, 1399, 17, 90, 1, 10, 2, 14, 11, 0, {}}, {false, 205, 33, 9, 1, 10, 6, 12, 4, 0, {}}};
+    for (const shape &s : shapes) check(&s);
+    assert_true(odds > 2);
+}
+/* Experts that share stages. */
+static void test_shared(void **)
+{
+    const shape shapes[] = {{true, 512, 16, 16, 0, 6, 8, 10, 4, 2, {}}, {true, 1024, 15, 32, 0, 3, 8, 5, 8, 1, {}}, {false, 512, 16, 24, 1, 7, 6, 9, 8, 1, {}}, {true, 500, 24, 20, 1, 6, 7, 6, 4, 1, {}}, {false, 256, 16, 16, 0, 9, 8, 9, 4, 2, {}}};
+    for (const shape &s : shapes) check(&s);
+}
+
+int main(void)
+{
+    lanes_ring_open(STAGE, sizeof *routes + MK_MAX_ROWS * MK_SEGMENT_ROWS * 4);
+    routes = (mk_routes *)(lanes_shared + 1);
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_one_batch), cmocka_unit_test(test_batches), cmocka_unit_test(test_shared)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
