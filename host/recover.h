@@ -16,7 +16,7 @@ typedef struct mk_recovery {
 } mk_recovery;
 
 void mk_recovery_init(mk_recovery *r, const char *flight_dir); /* NULL or "": the working directory */
-/* Writes the flight file and logs one line: what `gone` says, or else what the snapshot does. Returns when the machine may be launched again. Otherwise
+/* Writes the flight file and logs one line: what `gone` says, and what the snapshot does. Returns when the machine may be launched again. Otherwise
  * (`gone` is not NULL, or it hangs again and again) the process ends with MK_E_DEVICE and its supervisor starts a new one; by _exit, because a
  * broken CUDA context does not always let go. */
 void mk_recovery_note(mk_recovery *r, const mk_snapshot *s, const char *device, const char *gone);

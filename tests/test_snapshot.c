@@ -1,4 +1,5 @@
 /* Who hangs, told from a copy of the exchange: the twin is brought to a stand at one instruction of one worker, as a resident kernel would be. */
+#include "host/recover.h"
 #include "instructions/op.h"
 #include "megakernel/snapshot.h"
 #include "tests/support/rig.h"
@@ -6,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #define DIR     "tests/oracle/kimi_linear"
@@ -174,8 +176,46 @@ static void files(void **state)
     mk_session_close(&s);
 }
 
+/* What the log says of a hang, and how the process that says it ended (0: it goes on). */
+static int said(const mk_snapshot *n, const char *gone, char *line, size_t size)
+{
+    int ends[2], status;
+    assert_int_equal(pipe(ends), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        mk_recovery r;
+        dup2(ends[1], 2);
+        mk_recovery_init(&r, "/no/such/dir");
+        mk_recovery_note(&r, n, "GPU", gone);
+        _exit(0);
+    }
+    close(ends[1]);
+    size_t have = 0;
+    for (ssize_t got; (got = read(ends[0], line + have, size - 1 - have)) > 0;) have += (size_t)got;
+    line[have] = 0;
+    close(ends[0]);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    return WEXITSTATUS(status);
+}
+/* A kernel that does not leave has been lost, and who waited for what in it is said all the same. */
+static void recovery(void **state)
+{
+    (void)state;
+    mk_snapshot n = {0};
+    char line[2048];
+    assert_int_equal(said(&n, NULL, line, sizeof line), 0);
+    assert_non_null(strstr(line, "GPU: the kernel left without a word; flight record (none: "));
+    assert_int_equal(said(&n, "it stays", line, sizeof line), MK_E_DEVICE);
+    assert_non_null(strstr(line, "GPU lost: it stays; flight record"));
+    snprintf(n.kernel, sizeof n.kernel, "step 1: somebody waited");
+    assert_int_equal(said(&n, NULL, line, sizeof line), 0);
+    assert_non_null(strstr(line, "GPU: step 1: somebody waited; flight record"));
+    assert_int_equal(said(&n, "it stays", line, sizeof line), MK_E_DEVICE);
+    assert_non_null(strstr(line, "GPU lost: it stays; before that: step 1: somebody waited; flight record"));
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(every_instruction), cmocka_unit_test(injected), cmocka_unit_test(files)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(every_instruction), cmocka_unit_test(injected), cmocka_unit_test(files), cmocka_unit_test(recovery)};
     return cmocka_run_group_tests_name("snapshot", tests, NULL, NULL);
 }
