@@ -23,8 +23,11 @@ void mk_recovery_note(mk_recovery *r, const mk_snapshot *s, const char *device, 
 {
     mk_err err = {0};
     char path[PATH_MAX + 64], found[512] = "", text[1024];
-    if (s->live || s->kernel[0]) mk_snapshot_text(s, found, sizeof found);
-    snprintf(text, sizeof text, "%.400s%s%s", gone ? gone : "", gone && *found ? "; before that: " : "", *found || gone ? found : "the kernel left without a word");
+    if (s->live || s->kernel[0])
+        mk_snapshot_text(s, found, sizeof found);
+    else if (!gone)
+        snprintf(found, sizeof found, "the kernel left without a word");
+    snprintf(text, sizeof text, "%.400s%s%s", gone ? gone : "", gone && *found ? "; before that: " : "", found);
     if (mk_flight_write(s, r->flight_dir, device, text, path, sizeof path, &err)) snprintf(path, sizeof path, "(none: %.300s)", err.msg);
     uint64_t *oldest = &r->hang_ms[r->hangs++ % MK_RECOVER_MAX], t = mk_now_ms();
     int again = *oldest && t - *oldest < MK_RECOVER_MS; /* it is MK_RECOVER_MAX hangs ago */

@@ -38,9 +38,19 @@ static mk_routes *routes; /* in LOCAL memory, before the sums of others */
 alignas(16) static uint32_t words[MAP + 32 * MK_PAIR_WORDS];
 static uint32_t odds; /* steps of odd slices */
 
-static uint32_t bf16_random(uint32_t exponent)
+static uint16_t bf16_random(uint32_t exponent)
 {
-    return lanes_random(2) << 15 | (exponent + lanes_random(4)) << 7 | lanes_random(128);
+    return (uint16_t)(lanes_random(2) << 15 | (exponent + lanes_random(4)) << 7 | lanes_random(128));
+}
+static uint32_t wtype(void)
+{
+    return of.fp8 ? MK_W_FP8 : MK_W_BF16;
+}
+/* Where expert e's weight of row i and column c lies. */
+static uint8_t *weight_at(uint32_t e, uint32_t i, uint32_t c)
+{
+    const uint32_t per = mk_kblock_values(wtype()), byte = c % per * (MK_KBLOCK_BYTES / per);
+    return matrix[e] + scale_bytes + mk_quarter_at(of.n, c / per, byte / MK_QUARTER_BYTES, i) + byte % MK_QUARTER_BYTES;
 }
 
 /* ---- the loader, as feed_segment, feed_blank and feed_shared have it ------------------------------------------------------ */
@@ -58,10 +68,14 @@ static void fill(uint32_t stage, uint8_t *to)
 
 /* ---- a step -------------------------------------------------------------------------------------------------------------- */
 
-/* Of a row of u. */
+/* Of a row's choice in u, of a row. */
+static uint32_t pair_packets(void)
+{
+    return of.slices * u.slice_packets;
+}
 static uint32_t row_packets(void)
 {
-    return u.nslice * u.slice_packets;
+    return of.topk * pair_packets();
 }
 /* What ROUTE leaves of rows [r0, r0 + n). */
 static void route(uint32_t r0, uint32_t n)
@@ -88,11 +102,9 @@ static void route(uint32_t r0, uint32_t n)
 static void prepare(uint32_t r0, uint32_t n, bool map)
 {
     mk_shared *sh = lanes_shared;
-    uint32_t experts = 0;
-    for (uint32_t e = 0; e < EXPERTS; e++)
-        for (uint32_t i = 0, one = 1; i < n * of.topk; i++)
-            if (chosen[r0 + i / of.topk][i % of.topk] == e) experts += one, one = 0;
-    at0 = lanes_random(1000), stages = (experts + (1 << of.log) - 1 >> of.log) * nst;
+    uint64_t some = 0; /* the union, by bits */
+    for (uint32_t i = 0; i < n * of.topk; i++) some |= 1ull << chosen[r0 + i / of.topk][i % of.topk];
+    at0 = lanes_random(1000), stages = ((uint32_t)__builtin_popcountll(some) + (1 << of.log) - 1 >> of.log) * nst;
     lanes_ring_begin(at0, stages, fill);
     sh->args.ring.scales = SCALES, sh->args.map = words;
     for (uint32_t w = 0; w < MK_WARPS; w++) {
@@ -108,10 +120,10 @@ static void prepare(uint32_t r0, uint32_t n, bool map)
     mk_fed *f = &sh->fed[0];
     f->in.opcode = MK_OP_EXPERT_DOWN;
     f->in.wait[1].vec = 1, f->in.wait[2].vec = 2, f->in.signal_vec = 3;
-    f->in.expert.k = of.k, f->in.expert.n = (uint16_t)of.n, f->in.expert.wtype = of.fp8 ? MK_W_FP8 : MK_W_BF16, f->in.expert.topk = (uint8_t)of.topk;
+    f->in.expert.k = of.k, f->in.expert.n = (uint16_t)of.n, f->in.expert.wtype = (uint8_t)wtype(), f->in.expert.topk = (uint8_t)of.topk;
     f->plan.tile = {f->in.expert.wtype, of.n, nkb, of.per, nst, 1, nseg, phase, 1};
     f->plan.shared = {(uint16_t)of.log, (uint16_t)scale_bytes};
-    f->plan.packets = of.slices * u.slice_packets, f->plan.map = map ? MAP : 0;
+    f->plan.packets = pair_packets(), f->plan.map = map ? MAP : 0;
     f->place.in[0] = exchange + r0 * row_packets(), f->place.in[2] = exchange + of.rows * row_packets() + r0 * from.slice_packets;
     f->place.epoch[0] = EPOCH, f->place.epoch[2] = EPOCH + 1;
     f->place.out = published, f->place.out_epoch = EPOCH + 2;
@@ -141,12 +153,11 @@ static void run(uint32_t r0, uint32_t n, bool map, uint4 *to)
 
 static double entry(uint32_t e, uint32_t i, uint32_t c)
 {
-    const uint32_t per = of.fp8 ? 64 : 32, kb = c / per, byte = c % per * (64 / per);
-    const uint8_t *at = matrix[e] + scale_bytes + ((kb * 4 + byte / 16) * of.n + i) * 16 + byte % 16;
+    const uint8_t *at = weight_at(e, i, c);
+    if (of.fp8) return (double)mk_fp8_finite(*at) * ((const float *)matrix[e])[c / 128 * nseg + (phase + i) / MK_SCALE_ROWS];
     uint16_t h;
-    memcpy(&h, at, sizeof(uint16_t) - of.fp8);
-    if (!of.fp8) return mk_widen_bf16(h);
-    return (double)mk_fp8_finite(*at) * ((const float *)matrix[e])[kb / 2 * nseg + (phase + i) / MK_SCALE_ROWS];
+    memcpy(&h, at, sizeof h);
+    return mk_widen_bf16(h);
 }
 /* The greatest difference of a value of row r, by the sum of the magnitudes that are added there. */
 static double error(const uint4 *found, uint32_t r)
@@ -175,9 +186,9 @@ static void publish(void)
     u.scope = MK_PACKET, u.dtype = MK_BF16, u.nslice = of.topk * of.slices, u.reserved = mk_div_by(u.slice_packets).magic;
     from.scope = lanes_random(2) ? MK_LOCAL : MK_PACKET, from.nslice = 1, from.slice_packets = (of.n + 2) / 3, from.offset = (sizeof *routes + 15) & ~15u;
     out.scope = MK_PACKET, out.dtype = MK_F32, out.nslice = 1, out.slice_packets = (of.n + 2) / 3;
-    assert_true(of.slices * u.slice_packets <= 32 * MK_PAIR_WORDS);
+    assert_true(pair_packets() <= 32 * MK_PAIR_WORDS);
     memset(words, 0, sizeof words);
-    mk_pair_table(words + MAP, start, of.slices * u.slice_packets, u.slice_packets);
+    mk_pair_table(words + MAP, start, pair_packets(), u.slice_packets);
     odds += words[MAP] & MK_PAIR_ODD;
     const uint32_t all = of.rows * row_packets();
     lanes_packets = all + of.rows * from.slice_packets + 512; /* memory goes on */
@@ -185,7 +196,7 @@ static void publish(void)
     lanes_late = (uint32_t *)malloc(lanes_packets * sizeof *lanes_late);
     lanes_asked = (uint8_t *)calloc(lanes_packets, 1);
     for (uint32_t i = 0; i < lanes_packets; i++) {
-        const uint32_t q = i % (of.slices * u.slice_packets), pair = i / (of.slices * u.slice_packets), s = q / u.slice_packets, first = start[s] + q % u.slice_packets * 6;
+        const uint32_t q = i % pair_packets(), pair = i / pair_packets(), s = q / u.slice_packets, first = start[s] + q % u.slice_packets * 6;
         exchange[i] = make_uint4(lanes_random(~0u), lanes_random(~0u), lanes_random(~0u), EPOCH - lanes_random(2));
         if (i < all && first < start[s + 1]) {
             uint16_t v[6] = {};
@@ -202,7 +213,7 @@ static void publish(void)
 static void check(const shape *s)
 {
     of = *s;
-    const uint32_t per = of.fp8 ? 64 : 32;
+    const uint32_t per = mk_kblock_values(wtype());
     nkb = (of.k + per - 1) / per, nst = ((nkb + of.per - 1) / of.per + 1) & ~1u;
     phase = lanes_random(MK_SCALE_ROWS), nseg = of.fp8 ? (phase + of.n - 1) / MK_SCALE_ROWS + 1 : 1, scale_bytes = of.fp8 ? ((nkb + 1) / 2 * nseg * 4 + 127) & ~127u : 0;
     assert_true(scale_bytes <= SCALES && (of.log ? (scale_bytes + of.per * of.n * MK_KBLOCK_BYTES) << of.log : SCALES + of.per * of.n * MK_KBLOCK_BYTES) + 256 <= STAGE && of.experts <= EXPERTS);
@@ -210,10 +221,9 @@ static void check(const shape *s)
     for (uint32_t e = 0; e < of.experts; e++) {
         matrix[e] = (uint8_t *)calloc(1, scale_bytes + nkb * of.n * MK_KBLOCK_BYTES);
         for (uint32_t i = 0; i < scale_bytes / 4; i++) ((float *)matrix[e])[i] = ldexpf(1 + (float)lanes_random(100) / 100, -(int)lanes_random(4));
-        for (uint32_t i = 0; i < nkb * of.n * per; i++) {
-            const uint32_t at = i * (64 / per), c = at / 16 / of.n / 4 * per + (at / 16 / of.n % 4 * 16 + at % 16) / (64 / per), w = bf16_random(122);
-            if (c < of.k) memcpy(matrix[e] + scale_bytes + at, of.fp8 ? (const uint8_t *)&w + 1 : (const uint8_t *)&w, 64 / per);
-            if (c < of.k && of.fp8) matrix[e][scale_bytes + at] = (uint8_t)(lanes_random(2) << 7 | (32 + lanes_random(48)));
+        for (uint32_t i = 0; i < of.n * of.k; i++) { /* zeros up to the end of the K block */
+            const uint16_t w = of.fp8 ? (uint16_t)(lanes_random(2) << 7 | (32 + lanes_random(48))) : bf16_random(122);
+            memcpy(weight_at(e, i / of.k, i % of.k), &w, MK_KBLOCK_BYTES / per);
         }
     }
     value = (uint16_t *)malloc(of.rows * of.topk * of.k * sizeof *value);
@@ -227,7 +237,7 @@ static void check(const shape *s)
             if (lanes_random(of.experts - e) < of.topk - ranks[r]) chosen[r][ranks[r]++] = e;
         for (uint32_t rank = 0; rank < of.topk; rank++) {
             const uint32_t exponent = 115 + lanes_random(12); /* each pair has a power of two of its own */
-            for (uint32_t c = 0; c < of.k; c++) value[(r * of.topk + rank) * of.k + c] = (uint16_t)bf16_random(exponent);
+            for (uint32_t c = 0; c < of.k; c++) value[(r * of.topk + rank) * of.k + c] = bf16_random(exponent);
             weight[r][rank] = (float)(1 + lanes_random(1000)) / 1024;
         }
     }
