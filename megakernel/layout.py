@@ -34,11 +34,11 @@ import re
 import struct
 import sys
 
-from sass import BRA, BRX, BSSY, CALL, COLLECTIVE, COPIES, EXIT, LEFT_OUT, MOST_STALL, NOP, RET, SPLIT, Refused, aimed, ends, field, idle, stall, stalled, target, turns_round
+from sass import BRA, BRX, BSSY, CALL, COLLECTIVE, COPIES, EXIT, LEFT_OUT, MOST_STALL, NOP, RET, SPLIT, STALL, Refused, aimed, ends, field, idle, stall, stalled, target, turns_round
 
 MOVES = (0x802, 0x424)  # MOV, IMAD.MOV of 32 bits
 BRANCH = (0x0000000000007947, 0x000FEA0003800000)  # an unconditional one, five clocks, that waits for nothing
-TURNED_STALL = MOST_STALL  # clocks that a branch which was turned round leaves to what now follows it, and used to follow a jump
+TURNED_STALL = MOST_STALL  # clocks, at least, that a branch which was turned round leaves to what now follows it, and used to follow a jump
 EXECUTED = 256  # warps of all workers in a step: what fewer execute is not moved to the front
 BESIDE = 16  # models from this bit on: their steps of several rows, or at a long context; only of what no other step executes, whose order they leave as it is
 OTHERS = 31  # in a kernel for one model: steps of one row of the others, whose code lies behind all that
@@ -234,7 +234,7 @@ def segments(k, models, gap):
 
 class Moved:
     """The kernel in another order: .word; .gap; .at, the new place of each instruction, or of what follows it if it is left out; .origin, the instruction of each new place, None: added;
-    .later, the instructions that wait longer, since a branch behind them is left out: what that led to may need their results, or the barriers that they set."""
+    .later, the instructions that wait longer, since a branch or a NOP behind them is left out: what comes then may need their results, or the barriers that they set."""
 
     def __init__(self, k, models, rank=None, gap=GAPS[0]):
         c, rank = k.code, rank or [0] * len(k.functions)
@@ -248,18 +248,18 @@ class Moved:
                 lo, hi = c.word[i]
                 last, at[i] = i == s[1] - 1, len(out)
                 around = last and turns_round(lo, hi) and c.to[i] == follows and s[1] not in (follows, c.n)
+                parted = idle(lo, hi) and i > s[0] and c.op[i - 1] == BRA and c.word[i - 1][1] >> 27 & 1  # holds the place of what is done together by a warp that has parted: BRA.DIV leads there
+                needless = last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F
                 if (lo, hi) == LEFT_OUT:
                     self.dropped += 1
-                elif idle(lo, hi) and i > s[0] and c.op[i - 1] == BRA and c.word[i - 1][1] >> 27 & 1:
-                    self.dropped += 1  # holds the place of what is done together by a warp that has parted: BRA.DIV leads there
-                elif last and c.op[i] == BRA and ends(lo, hi) and c.to[i] == follows and not hi >> 52 & 0x3F and out and out[-1][2] is not None and stall(out[-1][0][1]) + stall(hi) <= MOST_STALL:
+                elif (parted or needless) and out and out[-1][2] is not None and stall(out[-1][0][1]) + stall(hi) <= STALL >> 41:
                     self.dropped += 1
                     (low, high), to, origin = out[-1]
                     out[-1] = ((low, stalled(high, stall(high) + stall(hi))), to, origin)
                     self.later.add(origin)
                 elif around:
                     self.turned += 1
-                    out.append(((lo ^ 1 << 15, stalled(hi, TURNED_STALL)), s[1], i))
+                    out.append(((lo ^ 1 << 15, stalled(hi, max(TURNED_STALL, stall(hi)))), s[1], i))
                 else:
                     out.append(((lo, hi), c.to.get(i), i))
             if s[1] not in (follows, c.n) and not ends(lo, hi) and c.op[i] != CALL and not around:
@@ -290,7 +290,7 @@ def moved(k, models, rank=None):
 
 def prove(k, m):
     """That the moved code does what the code did: every instruction stands somewhere, is the same but for its target, and leads to what it led to and is followed by what it was followed by,
-    over added branches and past those that were left out at most."""
+    over added branches and past those that were left out at most, and no sooner: what ptxas leaves between a result and who needs it are clocks that it has counted."""
     c = k.code
 
     def comes_to(p, i):
@@ -305,6 +305,14 @@ def prove(k, m):
             else:
                 i = c.to[i] if c.op[i] == BRA else i + 1
         return False
+
+    def clocks(i):
+        """From instruction i on until what comes next that still stands, as it was. What descriptor.py has taken away takes none."""
+        n, j = stall(c.word[i][1]), i + 1
+        while j < c.n and m.origin[m.at[j]] != j:
+            n += stall(c.word[j][1]) if c.word[j] != LEFT_OUT else 0
+            j = c.to[j] if c.op[j] == BRA else j + 1
+        return n
 
     for p, i in enumerate(m.origin):
         if i is None and (m.word[p][0] & 0xFFF, ends(*m.word[p])) != (BRA, True):
@@ -326,9 +334,10 @@ def prove(k, m):
             raise Refused("instruction %#x: a call returns elsewhere" % (16 * i))
         if i + 1 < c.n and not ends(was, had) and c.op[i] != CALL and not comes_to(p + 1, c.to[i] if turned else i + 1):
             raise Refused("instruction %#x is followed by something else" % (16 * i))
-        after = next((j for j in range(i + 1, c.n) if c.word[j] != LEFT_OUT), i)
-        left_out = c.op[after] == BRA and m.origin[m.at[after]] != after and m.origin[p + 1] is not None  # else an added branch leads to where it led
-        if left_out and not ends(was, had) and stall(hi) < stall(had) + stall(c.word[after][1]):
+        if ends(was, had) or c.op[i] == CALL or i + 1 == c.n:
+            continue
+        least = max(stall(had), TURNED_STALL) if turned else clocks(i) - (stall(BRANCH[1]) if m.origin[p + 1] is None else 0)
+        if stall(hi) < least:
             raise Refused("instruction %#x is followed too soon" % (16 * i))
     if not all(comes_to(p, i) for p, i in zip(m.table, c.table)):
         raise Refused("a table of branches leads elsewhere")
@@ -340,7 +349,7 @@ def same(c, m, i):
     """Whether old instruction i stands at its new place, but for its target, its sense and stall if it was turned round, a longer stall, and a return address."""
     (lo, hi), (was, had) = m.word[m.at[i]], c.word[i]
     if i in m.later and stall(hi) > stall(had):
-        hi = stalled(hi, stall(had))
+        had = stalled(had, stall(hi))
     if turns_round(was, had) and (lo ^ was) >> 15 & 1:
         lo, hi, had = lo ^ 1 << 15, stalled(hi, 0), stalled(had, 0)
     if i in c.to:
