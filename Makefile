@@ -58,7 +58,7 @@ else
 # CUDA objects link with plain gcc and the static runtime; the program still runs where there is no driver.
 LDLIBS  += -L$(dir $(realpath $(NVCC)))../lib64 -lcudart_static -ldl -lrt
 $(BUILD)/host/machine_gpu.o $(BUILD)/debug/host/machine_gpu.o $(BUILD)/host/synth.o $(BUILD)/ipc/mkctl_diff.o $(BUILD)/tests/support/opcase.o: override CFLAGS += -DMK_CUDA
-tests: $(BUILD)/tests/gpu/race_gpu
+tests: $(BUILD)/tests/gpu/race_gpu $(BUILD)/tests/gpu/race_opcodes
 tested: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests/gpu/libcount_api.so $(BUILD)/tests/gpu/tear $(BUILD)/tests/gpu/bus $(BUILD)/tests/gpu/race_model $(BUILD)/tests/gpu/latency $(BUILD)/profiles/baseline $(BUILD)/profiles/onestep $(BUILD)/profiles/mkd-plain
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
@@ -151,6 +151,9 @@ $(BUILD)/tests/gpu/test_%: $(BUILD)/tests/gpu/test_%.o $(TESTLIB) $(BUILD)/libmk
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 OPCASES := $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/gpu/opcodes_*.c))
 $(BUILD)/tests/test_compare $(BUILD)/tests/test_delta $(BUILD)/tests/gpu/test_opcodes: %: %.o $(OPCASES) $(TESTLIB) $(BUILD)/libmk.a
+	@echo '  link $@'
+	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
+$(BUILD)/tests/gpu/race_opcodes: $(BUILD)/one/megakernel/kernel.o $(BUILD)/race/megakernel/kernel.cu.o $(BUILD)/tests/gpu/test_opcodes.o $(OPCASES) $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a

@@ -1,4 +1,4 @@
-/* What four warps of their own do beside the queue, in a step of one row.
+/* What four warps of their own do beside the queue: in a step of one row
  *
  * MLA_PARTIAL's queries, of a worker's first item: mk_mla_aside (mla_partial.cuh). They begin when what comes before the GEMVs that make q~ has ended; these leave the queries' place alone.
  *
@@ -12,22 +12,19 @@
  *            result, waits for it.
  *
  * Which ones: router_aside, shared_aside and aside_of in plans.cuh. Until those who wait have seen that they are done nobody else is in the upper part of the staging area. In the ring their stages
- * lie before those of the instruction that waits for them, ROUTER's before gate|up's, and it goes past all of them. The packets that `down` reads are there until EXPERT_DOWN publishes. */
+ * lie before those of the instruction that waits for them, ROUTER's before gate|up's, and it goes past all of them. The packets that `down` reads are there until EXPERT_DOWN publishes.
+ *
+ * And in a step of several EXPERT_DOWN's pairs, if not all of them fit: mk_aside_pairs (expert_down.cuh). */
 #ifndef MK_ASIDE_CUH
 #define MK_ASIDE_CUH
 
-#include "instructions/matvec.cuh"
+#include "instructions/expert_down.cuh"
 #include "instructions/mla_partial.cuh"
 #include "instructions/router.cuh"
 
 #define MK_ASIDE_LATER 1500u /* ns: what the compute warps run first behind ROUTE, whose weights are not there yet, is not to wait for code of these (a measurement: profiles/NOTES.md) */
 static_assert(MK_ASIDES == MK_GROUP_WARPS && MK_GROUPS == 2, "a warp for one of each group");
 
-MK_DEV void mk_aside_sync(void)
-{
-    __syncwarp();
-    asm volatile("bar.sync 2, %0;" ::"n"(MK_ASIDES * 32) : "memory");
-}
 /* What the trace wants of a GEMV is noted whether it is traced or not: that is shorter. */
 MK_DEV void mk_aside_note(uint32_t *what, uint32_t warp, uint32_t lane)
 {
@@ -254,14 +251,16 @@ MK_DEV void mk_aside_router(mk_shared *sh, const mk_fed *f, uint32_t warp, uint3
 MK_DEV void mk_aside(mk_shared *sh)
 {
 #pragma unroll 1
-    for (uint32_t parity = 0;; parity ^= 1) {
+    for (uint32_t parity = 0, batch = 0;; parity ^= 1) {
         const uint32_t tid = mk_tid_now() - MK_WARP_ASIDE * 32, warp = tid / 32, lane = tid % 32;
         while (!mk_mbar_try(mk_smem(&sh->aside_full), parity)) {}
         const mk_fed *f = &sh->aside;
         if (f->place.run == MK_OP_LEAVE) return;
-        const bool queries = f->in.opcode == MK_OP_MLA_PARTIAL;
+        const bool queries = f->in.opcode == MK_OP_MLA_PARTIAL, pairs = f->in.opcode == MK_OP_EXPERT_DOWN;
         mk_aside_note(&sh->aside.note.start, warp, lane);
-        if (f->in.opcode == MK_OP_ROUTER)
+        if (pairs)
+            batch = mk_aside_pairs(sh, f, batch, warp, lane);
+        else if (f->in.opcode == MK_OP_ROUTER)
             mk_aside_router(sh, f, warp, lane);
         else if (queries)
             mk_mla_aside(sh, f, warp, lane);
@@ -269,7 +268,7 @@ MK_DEV void mk_aside(mk_shared *sh)
             mk_aside_gemv<MK_X_F16>(sh, f, warp, lane);
         else
             mk_aside_gemv<MK_X_BF16>(sh, f, warp, lane);
-        if (__builtin_expect(!queries && !tid && sh->trace.on, 0)) mk_trace_write(&f->in, mk_now_low(), 0);
+        if (__builtin_expect(!queries && !pairs && !tid && sh->trace.on, 0)) mk_trace_write(&f->in, mk_now_low(), 0);
         __syncwarp();
         if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_done));
     }

@@ -1,6 +1,6 @@
 /* EXPERT_DOWN on the device. Semantics: expert_down.c. One product over all chosen experts: a (expert, row) pair's input is staged like a row of a vector, the columns of
  * mma.sync are the batch rows, and a K block's partial product is added with its pair's routing weight, experts in ascending id. A row that did not choose the expert
- * keeps its sum as it was. If not all pairs fit the staging area the experts come in batches; sums stay in registers.
+ * keeps its sum as it was. If not all pairs fit the staging area the experts come in batches, of which the warps aside stage all but the first; sums stay in registers.
  * A warp gathers a pair alone, so that no barrier is needed before its power of two (matvec.cuh) is known: every pair has its own.
  * An expert's segment has an even number of stages (the last one may be empty: megakernel/segments.cuh, expert_seg), so that each of its stages has one group of warps whatever lies before
  * it in the ring: the order of a row's sum depends on nothing but the row's own choice. Where a stage has room for more, neighbours in the union share stages: the first halves of some experts
@@ -9,18 +9,65 @@
 #define MK_EXPERT_DOWN_CUH
 
 #include "instructions/matvec.cuh"
+#include "megakernel/phased.cuh"
 
 /* Of a batch, by (expert, row): the weight times the inverse of the pair's power of two, MK_NOT_CHOSEN: none; and behind them where the pair is staged. At the end of the
  * reduction area. */
 #define MK_DOWN_MOST  48u /* pairs of a batch */
 #define MK_DOWN_PAIRS (MK_DOWN_MOST * MK_MAX_ROWS)
 #define MK_DOWN_TABLE (MK_RED_FLOATS - 2 * MK_DOWN_PAIRS)
+#define MK_DOWN_HALF  (MK_DOWN_PAIRS / 2) /* where batches take turns, the second one's begins so far behind: of half as many pairs */
 #define MK_NOT_CHOSEN 0xffffffffu /* bits that no product has */
 static_assert(MK_DOWN_TABLE >= MK_PARTS(MK_MAX_ROWS) && MK_DOWN_TABLE * 4 >= MK_COMPUTE * 16, "partial sums before the table; room for what mk_pair_gather throws away");
 
 static_assert(MK_MAX_ROWS == MK_WARPS && MK_STAGING / (MK_STAGED_VALUES * 2 + 32) >= MK_WARPS, "an expert of all rows is staged at once, a pair a warp");
 
 #define MK_PAIR_TURNS 7u /* packets of a lane, under way at once */
+
+/* Experts come in batches. Where the warps aside stage their pairs (mk_aside_pairs), batches take turns at halves of the table; pair p is staged in place p modulo `fit`. */
+typedef struct mk_batches {
+    uint32_t fit, most; /* pairs: that there is room for, that a batch has, unless one expert has more, or experts that share stages */
+    uint32_t share;
+    bool turns;
+} mk_batches;
+/* They do if several rows have more pairs than fit, by the host's table of packets. A kernel that ends with its step has nobody aside. */
+MK_DEV mk_batches mk_batches_of(const mk_fed *f, uint32_t nrows)
+{
+    const uint32_t fit = mk_small_quot(MK_STAGING, mk_row_stride(f->in.expert.k)), most = min(fit, MK_DOWN_MOST);
+    const bool turns = !MK_ONE_STEP && nrows > 1 && nrows * f->in.expert.topk > most && f->plan.map;
+    const mk_batches b = {fit, turns ? min(fit / 2, MK_DOWN_MOST / 2) : most, 1u << f->plan.shared.log, turns};
+    return b;
+}
+/* Where the batch that begins with expert j ends: with whole stages. */
+MK_DEV uint32_t mk_batch_end(const mk_batches *b, const mk_pairs *pairs, uint32_t j, uint32_t n_union)
+{
+    const uint32_t first = pairs->first[j], all = ~(b->share - 1), least = min(j + b->share, n_union);
+    uint32_t end = max(min(j + (b->most & all), n_union), least);
+#pragma unroll 1
+    while (end > least && pairs->first[end] - first > b->most) end = j + (end - j - 1 & all);
+    return end;
+}
+
+/* Until a batch, counted since the launch, is staged, or multiplied; by a warp: it is. What is asked of the batch before the first is true. last: as in mk_stage_leave. */
+MK_DEV void mk_batch_await(const uint64_t *bar, uint32_t batch)
+{
+    while (!mk_mbar_try(mk_smem(&bar[batch & 1]), batch >> 1 & 1))
+        if (mk_flag_get(&mk_sh()->aborted)) return; /* whatever is missing: nobody is to be held up who leaves */
+}
+MK_DEV void mk_batch_staged(mk_shared *sh, uint32_t batch, uint32_t lane)
+{
+    __syncwarp();
+    if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->pairs_full[batch & 1]));
+}
+MK_DEV void mk_batch_leave(mk_shared *sh, uint32_t batch, uint32_t lane, uint32_t last)
+{
+    mk_stage_leave(mk_smem(&sh->pairs_empty[batch & 1]), lane, last, sh->lap.none);
+}
+/* A batch's table. */
+MK_DEV uint32_t *mk_batch_table(mk_shared *sh, uint32_t batch)
+{
+    return (uint32_t *)sh->red + MK_DOWN_TABLE + (batch & 1) * MK_DOWN_HALF;
+}
 
 /* A row's experts publish `per` packets each. */
 typedef struct mk_pairs_walk {
@@ -168,7 +215,7 @@ MK_DEV void mk_pair_asks(uint4 (&q)[MK_PAIR_ASKS], const uint4 *from, uint32_t l
 }
 /* Stages the warp's pairs of [p0, p1), whose packets the host has a table of, and says in the table of the batch where they are: bits as those of mk_pair_gather and mk_pair_open. The next packets,
  * of the next pair as well, are on their way while these are stored. j0: the first expert. */
-template <uint32_t FORM> MK_DEV void mk_pairs_take(const mk_dev *d, const mk_routes *routes, uint32_t p0, uint32_t p1, uint32_t j0)
+template <uint32_t FORM> MK_DEV void mk_pairs_take(const mk_dev *d, const mk_routes *routes, uint32_t *table, uint32_t p0, uint32_t p1, uint32_t j0)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     constexpr uint32_t TURN = 32 * MK_PAIR_ASKS;
@@ -215,27 +262,132 @@ template <uint32_t FORM> MK_DEV void mk_pairs_take(const mk_dev *d, const mk_rou
         const mk_f16_shift shift = mk_f16_shift_of(FP8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
         if (FP8) mk_pair_f16(row, k, d->lane, shift.less);
         if (d->lane == 0) {
-            uint32_t *table = (uint32_t *)d->sh->red + MK_DOWN_TABLE + (pairs->expert[p] - j0) * MK_MAX_ROWS + r;
-            table[0] = __float_as_uint(FP8 ? __fmul_rn(routes->weight[r][rank], shift.inverse) : routes->weight[r][rank]);
-            table[MK_DOWN_PAIRS] = row;
+            uint32_t *const entry = table + (pairs->expert[p] - j0) * MK_MAX_ROWS + r;
+            entry[0] = __float_as_uint(FP8 ? __fmul_rn(routes->weight[r][rank], shift.inverse) : routes->weight[r][rank]);
+            entry[MK_DOWN_PAIRS] = row;
         }
     }
 }
 
-/* Stages the pairs [p0, p1), whose experts begin with j0 and end before j1, and makes their table. */
-template <uint32_t FORM> MK_DEV void mk_pairs_stage(const mk_dev *d, const mk_routes *routes, uint32_t p0, uint32_t p1, uint32_t j0, uint32_t j1)
+/* The table of a batch, as far as nobody has chosen the experts of [j0, j1): by `threads`, of which this is number i. row: where the batch's first pair is staged. */
+MK_DEV void mk_pairs_none(const mk_routes *routes, uint32_t *table, uint32_t row, uint32_t j0, uint32_t j1, uint32_t nrows, uint32_t i, uint32_t threads)
 {
-    const uint32_t staging = mk_smem(d->sh->staging), k = d->in->expert.k, stride = mk_row_stride(k), nrows = d->step->nrows;
-    uint32_t *table = (uint32_t *)d->sh->red + MK_DOWN_TABLE;
 #pragma unroll 1
-    for (uint32_t i = d->tid; nrows > 1 && i < (j1 - j0) * MK_MAX_ROWS; i += MK_COMPUTE) {
+    for (; i < (j1 - j0) * MK_MAX_ROWS; i += threads) {
         const uint32_t r = i % MK_MAX_ROWS;
         if (r < nrows && routes->rank[r][j0 + i / MK_MAX_ROWS] != 255) continue;
         table[i] = MK_NOT_CHOSEN;
-        table[MK_DOWN_PAIRS + i] = staging; /* not looked at, but loaded */
+        table[MK_DOWN_PAIRS + i] = row; /* not looked at, but loaded */
     }
+}
+/* What the warps aside do of EXPERT_DOWN of several rows: they stage the pairs of all batches but the first, a warp each fourth pair, as mk_pairs_take has them, while the compute warps multiply the
+ * batch before. They begin when these are at EXPERT_DOWN, whose reduction area has the pairs' table in its beginning until all is staged. They have few registers: what is looked up in shared memory is
+ * looked up again, and the next packets are asked for in the place of those that have just been stored. */
+static_assert(32 * MK_PAIR_WORDS <= MK_DOWN_TABLE, "a table there");
+/* The lane's first packet of pair p. */
+MK_DEV const uint4 *mk_pair_packets(const mk_shared *sh, const mk_fed *f, uint32_t p, uint32_t lane)
+{
+    const mk_vec *v = &sh->vec[f->in.wait[0].vec];
+    return f->place.in[0] + (sh->pairs.row[p] * (v->nslice * v->slice_packets) + sh->pairs.rank[p] * f->plan.packets + lane);
+}
+/* Waits for those of a turn that have values, from packet n of pair p on. word: what they are (MK_PAIR_WORD); q: a look at them. */
+MK_DEV void mk_pair_wait(uint4 (&q)[MK_PAIR_ASKS], const uint32_t (&word)[MK_PAIR_ASKS], const mk_shared *sh, const mk_fed *f, uint32_t p, uint32_t n, uint32_t lane)
+{
+    uint32_t looks = 0;
+    for (;;) {
+        const uint32_t epoch = f->place.epoch[0];
+        uint32_t late = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) late |= MK_PAIR_END(word[i]) && q[i].w != epoch ? 1u << i : 0;
+        if (!__any_sync(0xffffffffu, late)) break;
+        const uint4 *const from = mk_pair_packets(sh, f, p, lane) + n;
+#pragma unroll
+        for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) mk_packet_again(&q[i], from + 32 * i, late & 1u << i);
+        if (++looks & 255u) continue;
+        uint32_t packet = 0, found = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < MK_PAIR_ASKS; i++)
+            if (late & 1u << i) packet = sh->pairs.rank[p] * f->plan.packets + n + 32 * i + lane, found = q[i].w;
+        if (__any_sync(0xffffffffu, late && !mk_still_waiting(looks, 0, sh->pairs.row[p], packet, found))) break;
+    }
+    mk_waited(looks);
+}
+/* Where pair p is staged. */
+MK_DEV uint32_t mk_pair_place(const mk_shared *sh, const mk_fed *f, uint32_t fit, uint32_t p)
+{
+    return mk_smem(sh->staging) + (p - mk_small_quot(p, fit) * fit) * mk_row_stride(f->in.expert.k);
+}
+/* batch: since the launch; returns the next one. */
+MK_DEV uint32_t mk_aside_pairs(mk_shared *sh, const mk_fed *f, uint32_t batch, uint32_t warp, uint32_t lane)
+{
+    mk_aside_after(sh, f->place.after);
+    const mk_pairs *pairs = &sh->pairs;
+    const mk_routes *routes = (const mk_routes *)(mk_local_memory(&sh->args) + sh->vec[f->in.wait[1].vec].offset);
+    const uint32_t n_union = routes->n_union;
+    const mk_batches first = mk_batches_of(f, sh->step.nrows);
+    uint32_t j = mk_batch_end(&first, pairs, 0, n_union), p = pairs->first[j] + (warp - pairs->first[j] & MK_ASIDES - 1), before = 0; /* before: first pair of the batch before */
+    uint4 q[MK_PAIR_ASKS];
+    mk_pair_asks(q, mk_pair_packets(sh, f, p < pairs->first[n_union] ? p : 0, lane), p < pairs->first[n_union] ? f->plan.packets : 0);
+#pragma unroll 1
+    for (uint32_t i = warp; i < MK_PAIR_WORDS; i += MK_ASIDES) sh->red[32 * i + lane] = __uint_as_float(__ldg(sh->args.map + f->plan.map + lane * MK_PAIR_WORDS + i)); /* [word][lane] */
+    mk_aside_sync();
+    mk_batch_staged(sh, batch++, lane); /* the first one is the compute warps' own */
+#pragma unroll 1
+    for (; j < n_union; batch++) {
+        const mk_batches batches = mk_batches_of(f, sh->step.nrows); /* anew: registers */
+        const uint32_t next = mk_batch_end(&batches, pairs, j, n_union), begin = pairs->first[j];
+        uint32_t *const table = mk_batch_table(sh, batch);
+        mk_batch_await(sh->pairs_empty, batch - 2);
+        if (pairs->first[next] - before > batches.fit) mk_batch_await(sh->pairs_empty, batch - 1);
+        mk_pairs_none(routes, table, mk_pair_place(sh, f, batches.fit, begin), j, next, sh->step.nrows, warp * 32 + lane, MK_ASIDES * 32);
+#pragma unroll 1
+        for (; p < pairs->first[next]; p += MK_ASIDES) {
+            const uint32_t row = mk_pair_place(sh, f, batches.fit, p);
+            uint32_t top = 0;
+            mk_pair_pad(row, f->in.expert.k, lane);
+#pragma unroll 1
+            for (uint32_t n = 0; n < f->plan.packets;) {
+                uint32_t to[MK_PAIR_ASKS], word[MK_PAIR_ASKS], wanted = 0;
+                int end[MK_PAIR_ASKS];
+#pragma unroll
+                for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) word[i] = __float_as_uint(sh->red[n + 32 * i + lane]);
+                mk_pair_wait(q, word, sh, f, p, n, lane);
+#pragma unroll
+                for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) {
+                    to[i] = row + MK_PAIR_TO(word[i]), end[i] = MK_PAIR_END(word[i]);
+                    wanted |= end[i] ? 1u << i : 0;
+                }
+                mk_pair_put<true>(to, end, wanted, q, &top);
+                n += 32 * MK_PAIR_ASKS;
+                const bool goes_on = n < f->plan.packets, others = p + MK_ASIDES < pairs->first[n_union];
+                const uint4 *const from = mk_pair_packets(sh, f, goes_on || !others ? p : p + MK_ASIDES, lane);
+                mk_pair_asks(q, goes_on ? from + n : from, goes_on ? f->plan.packets - n : others ? f->plan.packets : 0);
+            }
+            __syncwarp();
+            const bool fp8 = f->in.expert.wtype == MK_W_FP8;
+            const mk_f16_shift shift = mk_f16_shift_of(fp8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
+            if (fp8) mk_pair_f16(row, f->in.expert.k, lane, shift.less);
+            if (lane == 0) {
+                const uint32_t r = pairs->row[p];
+                const float weight = routes->weight[r][pairs->rank[p]];
+                uint32_t *const entry = table + (pairs->expert[p] - j) * MK_MAX_ROWS + r;
+                entry[0] = __float_as_uint(fp8 ? __fmul_rn(weight, shift.inverse) : weight);
+                entry[MK_DOWN_PAIRS] = row;
+            }
+        }
+        j = next, before = begin;
+        mk_batch_staged(sh, batch, lane); /* behind the last one the next ROUTE may come: nothing is read of this one's */
+    }
+    return batch;
+}
+
+/* Stages the pairs [p0, p1), whose experts begin with j0 and end before j1, and makes their table. */
+template <uint32_t FORM> MK_DEV void mk_pairs_stage(const mk_dev *d, const mk_routes *routes, uint32_t *table, uint32_t p0, uint32_t p1, uint32_t j0, uint32_t j1)
+{
+    const uint32_t staging = mk_smem(d->sh->staging), k = d->in->expert.k, stride = mk_row_stride(k), nrows = d->step->nrows;
+    if (nrows > 1) mk_pairs_none(routes, table, staging, j0, j1, nrows, d->tid, MK_COMPUTE);
     if (mk_fed_of(d->in)->plan.map) {
-        mk_pairs_take<FORM>(d, routes, p0, p1, j0);
+        mk_pairs_take<FORM>(d, routes, table, p0, p1, j0);
         return;
     }
     const mk_pairs *pairs = &d->sh->pairs;
@@ -261,8 +413,8 @@ MK_DEV void mk_tile_add_chosen(float4 *sum, const float *part, float f0, float f
     sum->w = chosen1 ? __fmaf_rn(part[3], f1 * n1, sum->w) : sum->w;
 }
 
-/* acc + this warp's NT tiles of a batch of experts, whose stages are the ring's next. */
-template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, mk_down_shared shared, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
+/* acc + this warp's NT tiles of a batch of experts, whose stages are the ring's next and whose table begins at shared address `pair`. */
+template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk_tile *t, mk_down_shared shared, mk_next *slot, uint32_t pair, uint32_t experts, uint32_t cols, mk_accs acc)
 {
     constexpr bool FP8 = FORM == MK_X_F16;
     constexpr uint32_t U = FP8 && NT == 2 ? 2 : 1; /* K blocks at once: kimi's 18 rows gain; models of one tile did not, by a change that did other things as well (profiles/NOTES.md, thirty-fourth section) */
@@ -273,7 +425,7 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, l = lane & 3, member = warp % MK_GROUP_WARPS, first = mk_group_first(warp, slot->at);
     const uint32_t ways = mk_ways(rows), way = member & (ways - 1), row0 = rows > MK_SIDE_ROWS ? (member >> 1) * MK_SIDE_ROWS : 0;
     const uint32_t row_at = (lane >> 4) * rows * 16 + (row0 + (lane & 15)) * 16; /* of ldmatrix: chunk lane / 16, row lane % 16 */
-    uint32_t c[2 * NT], pair = mk_smem(sh->red + MK_DOWN_TABLE);
+    uint32_t c[2 * NT];
 #pragma unroll
     for (uint32_t i = 0; i < 2 * NT; i++) c[i] = FP8 ? mk_scale_of(row0 + 8 * i + g, rows, rows, t->nseg, t->phase) - lap.scales : 0;
 
@@ -338,13 +490,13 @@ template <uint32_t FORM, uint32_t NT> MK_DEV mk_accs mk_down_product_as(const mk
     }
     return acc;
 }
-template <uint32_t FORM> MK_DEV mk_accs mk_down_product(const mk_tile *t, mk_down_shared shared, mk_next *slot, uint32_t experts, uint32_t cols, mk_accs acc)
+template <uint32_t FORM> MK_DEV mk_accs mk_down_product(const mk_tile *t, mk_down_shared shared, mk_next *slot, uint32_t pair, uint32_t experts, uint32_t cols, mk_accs acc)
 {
     const uint32_t tiles = (t->rows + 15) / 16; /* with two sides: all four, of which the second's last may be none */
-    if (tiles == 1) return mk_down_product_as<FORM, 1>(t, shared, slot, experts, cols, acc);
-    if (tiles == 2) return mk_down_product_as<FORM, 2>(t, shared, slot, experts, cols, acc);
-    if (tiles == 3) return mk_down_product_as<FORM, 3>(t, shared, slot, experts, cols, acc);
-    return mk_down_product_as<FORM, 4>(t, shared, slot, experts, cols, acc);
+    if (tiles == 1) return mk_down_product_as<FORM, 1>(t, shared, slot, pair, experts, cols, acc);
+    if (tiles == 2) return mk_down_product_as<FORM, 2>(t, shared, slot, pair, experts, cols, acc);
+    if (tiles == 3) return mk_down_product_as<FORM, 3>(t, shared, slot, pair, experts, cols, acc);
+    return mk_down_product_as<FORM, 4>(t, shared, slot, pair, experts, cols, acc);
 }
 
 template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
@@ -355,8 +507,8 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);
     const mk_vec *from = &d->sh->vec[in->wait[2].vec], *out = &d->sh->vec[in->signal_vec];
     const uint32_t nrows = d->step->nrows, n = t.rows, n_union = routes->n_union, units = mk_units(n), epoch = f->place.epoch[2], from_row = from->nslice * from->slice_packets;
-    const uint32_t fit = mk_small_quot(MK_STAGING, mk_row_stride(in->expert.k)), most = min(fit & ~(MK_WARPS - 1), MK_DOWN_MOST); /* at least one expert with all rows */
-    const uint32_t share = 1 << f->plan.shared.log, whole = most & ~(share - 1);
+    const mk_batches batches = mk_batches_of(f, nrows);
+    const mk_pairs *pairs = &d->sh->pairs;
     const bool local = from->scope == MK_LOCAL;
     const mk_unit_at u0 = mk_unit_first(d->warp, units);
     const uint32_t i0 = u0.group * MK_UNIT + d->lane;
@@ -368,20 +520,25 @@ template <uint32_t FORM> MK_CALL void mk_down_of(const mk_insn *in)
     mk_accs acc = mk_no_sum();
     mk_next slot = d->memo->next;
     const uint32_t at0 = slot.at;
+    uint32_t batch = d->memo->batch;
 #pragma unroll 1
-    for (uint32_t j = 0; j < n_union;) {
-        const uint32_t p0 = d->sh->pairs.first[j];
-        uint32_t next = min(j + whole, n_union);
-#pragma unroll 1
-        while (d->sh->pairs.first[next] - p0 > most) next = j + (next - j - 1 & ~(share - 1)); /* whole stages */
-        if (j) mk_sync(); /* the batch before is multiplied */
-        mk_pairs_stage<FORM>(d, routes, p0, d->sh->pairs.first[next], j, next);
-        mk_sync();
+    for (uint32_t j = 0, next; j < n_union; j = next) {
+        uint32_t *const table = mk_batch_table(d->sh, batches.turns ? batch : 0);
+        next = mk_batch_end(&batches, pairs, j, n_union);
+        if (!batches.turns || !j) {
+            if (j) mk_sync(); /* the batch before is multiplied */
+            mk_pairs_stage<FORM>(d, routes, table, pairs->first[j], pairs->first[next], j, next);
+            mk_sync();
+        }
+        if (batches.turns) mk_batch_await(d->sh->pairs_full, batch);
         if (!j) mk_trace_input(d);
         mk_trace_bytes(d, (next - j) * n * t.nkb * MK_KBLOCK_BYTES);
-        acc = mk_down_product<FORM>(&t, f->plan.shared, &slot, next - j, nrows, acc);
-        j = next;
+        acc = mk_down_product<FORM>(&t, f->plan.shared, &slot, mk_smem(table), next - j, nrows, acc);
+        if (!batches.turns) continue;
+        mk_batch_leave(d->sh, batch++, d->lane, __float_as_uint(acc.tile[0].x));
     }
+    __syncwarp();
+    if (d->lane == 0) d->memo->batch = batch;
     mk_ring_pass(d, &slot);
     mk_parts_put(d, d->sh->red, n, at0, (1u << nrows) - 1, &acc);
     mk_sync();
@@ -507,12 +664,12 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_both_load(mk_both<EIGHT
         b->f[0][0] = mk_lds(f), b->f[0][1] = mk_lds(f + h->second);
         b->f[1][0] = mk_lds(fb), b->f[1][1] = mk_lds(fb + h->second);
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++) asm volatile("" : "+f"(b->f[i / 2][i % 2])); /* not later */
+        for (uint32_t i = 0; i < 4; i++) mk_keep(&b->f[i / 2][i % 2]); /* not later */
     }
 #pragma unroll
     for (uint32_t j = 0; j < EIGHTS; j++)
 #pragma unroll
-        for (uint32_t i = 0; i < 8; i++) asm volatile("" : "+r"(b->w[j][i]));
+        for (uint32_t i = 0; i < 8; i++) mk_keep(&b->w[j][i]);
     b->x = y->x;
     b->factor = y->row;
     b->n = left;

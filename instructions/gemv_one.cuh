@@ -38,7 +38,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     mk_sync(); /* the input is staged */
     mk_trace_input(d);
     float norm = mk_row_factor(d, p, 0) * in->gemv.scale; /* now: a warp waits for a stage rather than all for a warp */
-    asm volatile("" : "+f"(norm));
+    mk_keep(&norm);
     mk_stagger(&way);
     mk_product_one<FORM>(MK_FAULT_TAPE, &slot, &t, tiles, &way, &lap, mk_smem(sh->staging) + beside, mk_row_stride(p->x.k), p->head_shift, part, d->lane);
     mk_sync();

@@ -90,7 +90,7 @@ template <uint32_t NT> MK_DEV void mk_fp8_load(mk_fp8_tiles<NT> *t, uint32_t w, 
 #pragma unroll
     for (uint32_t j = 0; j < NT; j++) /* not later */
 #pragma unroll
-        for (uint32_t i = 0; i < 8; i++) asm volatile("" : "+r"(t->w[j][i]));
+        for (uint32_t i = 0; i < 8; i++) mk_keep(&t->w[j][i]);
 #pragma unroll
     for (uint32_t i = 0; i < 2 * NT; i++) mk_keep(&t->f[i]);
 }
@@ -269,7 +269,7 @@ MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, con
 #pragma unroll
                 for (uint32_t i = 0; i < 8; i++) mk_keep(&a[u][j][i]);
 #pragma unroll
-            for (uint32_t i = 0; FP8 && i < 2 * NT; i++) asm volatile("" : "+f"(f[u][i]));
+            for (uint32_t i = 0; FP8 && i < 2 * NT; i++) mk_keep(&f[u][i]);
         }
         if ((k += U * ways) >= end) next_stage(a[U - 1][NT - 1][7] | a[U - 1][0][7] | (FP8 ? __float_as_uint(f[U - 1][FP8 ? 2 * NT - 1 : 0]) : 0));
 #pragma unroll

@@ -43,7 +43,7 @@ static_assert(MK_COMPUTE * MK_REGS_COMPUTE + 4 * 32 * MK_REGS_HELPER + 32 * MK_A
 #define MK_TILE_BYTES     1024u /* a chunk of 64 rows: ldmatrix may read as far, however few rows there are */
 #define MK_INSN_RING      4u
 #define MK_MAX_VEC        48u
-#define MK_MAX_START      2880u /* slice starts of all vectors, in shared memory */
+#define MK_MAX_START      2864u /* slice starts of all vectors, in shared memory */
 #define MK_MAX_NORM_HEADS 64u
 #define MK_ANGLES         64u /* sine and cosine of the first pairs of a query that turn */
 #define MK_MAX_PIECES     (8 * MK_COMPUTE) /* of the LM head */
@@ -395,6 +395,7 @@ typedef struct mk_memo {
     uint32_t chunk;         /* of a vector that does not fit the staging area */
     uint32_t parity;        /* of a gathered vector's sums of squares */
     uint32_t route_parity;  /* of mk_shared.route_empty */
+    uint32_t batch;         /* of pairs that are staged aside, since the launch */
     uint32_t n;             /* the instruction under way, with MK_N_TRACED where its step is; MK_NO_INSN: none yet */
 } mk_memo;
 #define MK_NO_INSN  0xffffffffu
@@ -420,7 +421,7 @@ typedef struct mk_shared {
     alignas(16) mk_vec vec[MK_MAX_VEC];
     uint16_t start[MK_MAX_START];
     mk_fed fed[MK_INSN_RING];
-    mk_fed aside; /* a GEMV, a ROUTER, or an MLA_PARTIAL's queries */
+    mk_fed aside; /* a GEMV, a ROUTER, an MLA_PARTIAL's queries, or, of several rows, an EXPERT_DOWN's pairs */
     alignas(16) mk_step step;
     mk_gpu_args args; /* for functions that are not inlined */
     float2 angle[MK_ANGLES]; /* of the attention that is next, in a step of one row: by the controller */
@@ -433,6 +434,7 @@ typedef struct mk_shared {
     uint64_t route_full, route_empty;
     uint64_t route_staged; /* h, by ROUTE: what is done aside begins */
     uint64_t aside_full, aside_done;
+    uint64_t pairs_full[2], pairs_empty[2]; /* batches of EXPERT_DOWN's pairs that are staged aside, in turn */
     volatile uint32_t logits[4]; /* of step s, in [s & 3]: (s + 1) * 2 + any_logits */
     uint32_t draw_met;           /* meetings so far */
     volatile uint32_t leave;     /* loader, courier, scout: stop */

@@ -489,11 +489,12 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
                 continue;
             }
             const bool aside = !MK_ONE_STEP && sh->step.nrows == 1 && f->plan.end & MK_END_ASIDE, router = run == MK_OP_ROUTER, whole = router || MK_IS_ONE(run);
-            if (aside && (whole || run == MK_ONE_MLA)) {
+            const bool pairs = run == MK_OP_EXPERT_DOWN && mk_batches_of(f, sh->step.nrows).turns;
+            if (pairs || (aside && (whole || run == MK_ONE_MLA))) {
                 leave = asides && await(a, sh, &watch, &sh->aside_done, asides - 1 & 1, HEEDS, lane);
                 if (leave) break;
-                /* queries: behind what comes before the GEMVs that leave their place alone; ROUTER: behind the GEMV before it; down: behind what stands before EXPERT_UP; gate|up: with ROUTE's input */
-                const uint32_t after = !whole ? fed - 1 - f->plan.beside : router ? fed - 1 : f->plan.end & MK_END_SILU ? routes - 1 & 1 : fed - 2;
+                /* pairs: behind the instruction before EXPERT_DOWN; queries: behind what comes before the GEMVs that leave their place alone; ROUTER: behind the GEMV before it; down: behind what stands before EXPERT_UP; gate|up: with ROUTE's input */
+                const uint32_t after = pairs ? fed - 1 : !whole ? fed - 1 - f->plan.beside : router ? fed - 1 : f->plan.end & MK_END_SILU ? routes - 1 & 1 : fed - 2;
                 hand_over(sh, f, after, lane);
                 asides++;
             }
@@ -940,6 +941,10 @@ __global__ void __launch_bounds__(MK_THREADS, 1) mk_resident(const __grid_consta
         mk_mbar_init(&sh->route_empty, 1);
         mk_mbar_init(&sh->aside_full, MK_ARRIVALS);
         mk_mbar_init(&sh->aside_done, MK_ASIDES * MK_ARRIVALS);
+        for (uint32_t i = 0; i < 2; i++) {
+            mk_mbar_init(&sh->pairs_full[i], MK_ASIDES * MK_ARRIVALS);
+            mk_mbar_init(&sh->pairs_empty[i], MK_WARPS * MK_ARRIVALS);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (uint32_t i = 0; i < 4; i++) sh->logits[i] = 0;
         sh->leave = sh->submitted = sh->taken = sh->bus = sh->published = sh->idle = sh->sweep_due = sh->draw_met = sh->current = sh->aborted = sh->streamed = sh->attended = 0;

@@ -126,6 +126,12 @@ MK_DEV void mk_sync(void)
 {
     asm volatile("bar.sync 1, %0;" ::"n"(MK_COMPUTE) : "memory");
 }
+/* All warps aside. */
+MK_DEV void mk_aside_sync(void)
+{
+    __syncwarp();
+    asm volatile("bar.sync 2, %0;" ::"n"(MK_ASIDES * 32) : "memory");
+}
 /* The same; whether one of them says so. */
 MK_DEV bool mk_sync_any(bool own)
 {
@@ -337,9 +343,7 @@ MK_DEV void mk_mma(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
 }
 MK_DEV void mk_mma_bf16(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
 {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    mk_mma(c, a[0], a[1], a[2], a[3], b0, b1);
 }
 MK_DEV void mk_mma_f16(float *c, const uint32_t *a, uint32_t b0, uint32_t b1)
 {

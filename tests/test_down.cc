@@ -1,6 +1,7 @@
-/* EXPERT_DOWN of several rows on the CPU (instructions/expert_down.cuh): the kernel's own text, 256 lanes as coroutines (tests/lanes). Packets come late, stages of experts' weights when they like, and
- * are no numbers when they have been left; nor is anything in shared memory before. What is published against double arithmetic; and each row's bits are those of a step without the host's table of
- * packets, and of a step of that row alone. */
+/* EXPERT_DOWN of several rows on the CPU (instructions/expert_down.cuh): the kernel's own text, 256 lanes as coroutines (tests/lanes), and beside them 128 of the warps aside, which stage the pairs of all
+ * batches but the first. Packets come late, stages of experts' weights when they like, and are no numbers when they have been left; nor is anything in shared memory before. What is published against
+ * double arithmetic; and each row's bits are those of a kernel that has no table of packets, and so nobody aside, and of a step of that row alone. */
+#define LANES 384u
 #include "tests/lanes/cuda.h"
 
 extern "C" {
@@ -26,7 +27,7 @@ typedef struct shape {
     uint32_t by[6];                                            /* if not 0: so many rows choose experts 0, 1 ..., and so on */
 } shape;
 static shape of;
-static uint32_t nkb, nst, nseg, phase, scale_bytes, stages, at0;
+static uint32_t nkb, nst, nseg, phase, scale_bytes, stages, at0, batch; /* batch: since the launch */
 static mk_vec u, from, out; /* as in the instruction's waits 0 and 2, and its signal */
 static uint32_t start[MK_PAIR_WORDS * 32 + 1];
 static uint16_t *value;                               /* [row][rank][k], bf16 */
@@ -36,7 +37,9 @@ static uint8_t *matrix[EXPERTS];                      /* scales, then weights */
 static uint4 *exchange, *published;
 static mk_routes *routes; /* in LOCAL memory, before the sums of others */
 alignas(16) static uint32_t words[MAP + 32 * MK_PAIR_WORDS];
-static uint32_t odds; /* steps of odd slices */
+static bool hurried;         /* packets are there, and stages late: those aside go as far ahead as they may */
+static uint32_t went[LANES]; /* batches so far, as those aside count them */
+static uint32_t turned, crowded, odds; /* steps whose batches take turns; batches that have no room beside the one before; steps of odd slices */
 
 static uint16_t bf16_random(uint32_t exponent)
 {
@@ -102,6 +105,7 @@ static void route(uint32_t r0, uint32_t n)
 static void prepare(uint32_t r0, uint32_t n, bool map)
 {
     mk_shared *sh = lanes_shared;
+    lanes_loader.late = hurried ? 60000 : 6000;
     uint64_t some = 0; /* the union, by bits */
     for (uint32_t i = 0; i < n * of.topk; i++) some |= 1ull << chosen[r0 + i / of.topk][i % of.topk];
     at0 = lanes_random(1000), stages = ((uint32_t)__builtin_popcountll(some) + (1 << of.log) - 1 >> of.log) * nst;
@@ -111,6 +115,7 @@ static void prepare(uint32_t r0, uint32_t n, bool map)
         mk_next_begin(sh, w);
         const uint32_t i = at0 + mk_group_first(w, at0);
         sh->memo[w].next = {mk_stage_bar(sh, i), mk_stage_at(sh, i) + SCALES, mk_stage_parity(i), at0};
+        sh->memo[w].batch = batch;
     }
     route(r0, n);
     sh->step.nrows = n;
@@ -127,16 +132,24 @@ static void prepare(uint32_t r0, uint32_t n, bool map)
     f->place.in[0] = exchange + r0 * row_packets(), f->place.in[2] = exchange + of.rows * row_packets() + r0 * from.slice_packets;
     f->place.epoch[0] = EPOCH, f->place.epoch[2] = EPOCH + 1;
     f->place.out = published, f->place.out_epoch = EPOCH + 2;
-    for (uint32_t i = 0; i < lanes_packets; i++) lanes_late[i] = lanes_random(4) ? 0 : lanes_random(40);
+    f->place.after = lanes_random(1000);
+    sh->aside = *f;
+    lanes_bars[4] = {&sh->insn_empty[f->place.after % MK_INSN_RING], MK_WARPS, 0, f->place.after / MK_INSN_RING};
+    for (uint32_t i = 0; i < lanes_packets; i++) lanes_late[i] = hurried || lanes_random(4) ? 0 : lanes_random(40);
 }
 template <uint32_t FORM> static void body(void)
 {
     mk_shared *sh = lanes_shared;
-    constexpr uint32_t PART = MK_RED_FLOATS / MK_WARPS;
     const uint32_t warp = lanes.me / 32, lane = lanes.me % 32;
-    for (uint32_t n = lanes_random(30); n && lane == 0; n--) lanes_yield();
-    if (lane == 0) memset(sh->red + warp * PART, 0xff, PART * sizeof *sh->red); /* sums of the instruction before, with which it is done */
-    mk_down_of<FORM>(&sh->fed[0].in);
+    if (warp < MK_WARPS) {
+        constexpr uint32_t PART = MK_RED_FLOATS / MK_WARPS;
+        for (uint32_t n = lanes_random(30); n && lane == 0; n--) lanes_yield();
+        if (lane == 0) memset(sh->red + warp * PART, 0xff, PART * sizeof *sh->red); /* sums of the instruction before, with which it is done */
+        if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(lanes_bars[4].at));
+        mk_down_of<FORM>(&sh->fed[0].in);
+    } else {
+        went[lanes.me] = mk_batches_of(&sh->aside, sh->step.nrows).turns ? mk_aside_pairs(sh, &sh->aside, batch, warp - MK_WARPS, lane) : batch;
+    }
 }
 static void run(uint32_t r0, uint32_t n, bool map, uint4 *to)
 {
@@ -144,9 +157,24 @@ static void run(uint32_t r0, uint32_t n, bool map, uint4 *to)
     published = to;
     memset(to, 0xff, n * out.slice_packets * sizeof *to);
     prepare(r0, n, map);
+    const mk_batches b = mk_batches_of(&sh->fed[0], n);
+    uint32_t batches = 0; /* of turns */
+    for (uint32_t j = 0, before = 0, next; b.turns && j < routes->n_union; before = sh->pairs.first[j], j = next, batches++) {
+        next = mk_batch_end(&b, &sh->pairs, j, routes->n_union);
+        const uint32_t first = sh->pairs.first[j], end = sh->pairs.first[next];
+        crowded += end - before > b.fit;
+        if (end - first > b.fit || next - j > MK_DOWN_HALF / MK_MAX_ROWS || next <= j) fail_msg("experts %u to %u are a batch", j, next);
+    }
+    turned += b.turns;
     if (!lanes_run(of.fp8 ? body<MK_X_F16> : body<MK_X_BF16>))
         fail_msg("%s, %u values, %u of the result, %u slices, %u rows from %u on, %u of %u experts, table %u: %s", of.fp8 ? "e4m3" : "bf16", of.k, of.n, of.slices, n, r0, of.topk, of.experts, map, lanes.error);
-    for (uint32_t w = 0; w < MK_WARPS; w++) assert_int_equal(sh->memo[w].next.at, at0 + stages); /* where the next instruction's stages begin */
+    for (uint32_t w = 0; w < MK_WARPS; w++) {
+        assert_int_equal(sh->memo[w].next.at, at0 + stages); /* where the next instruction's stages begin */
+        assert_int_equal(sh->memo[w].batch, batch + batches);
+    }
+    for (uint32_t i = LANES_COMPUTE; i < LANES; i++) assert_int_equal(went[i], batch + batches);
+    for (uint32_t i = 0; i < 4; i++) assert_int_equal(lanes_bars[i].arrived, 0);
+    batch += batches;
 }
 
 /* ---- in double ----------------------------------------------------------------------------------------------------------- */
@@ -242,11 +270,18 @@ static void check(const shape *s)
         }
     }
     publish();
+    batch = lanes_random(1000);
+    for (uint32_t i = 0; i < 4; i++) lanes_bars[i] = {i < 2 ? &lanes_shared->pairs_full[i] : &lanes_shared->pairs_empty[i & 1], i < 2 ? MK_ASIDES : MK_WARPS, 0, (batch + 1 - (i & 1)) / 2};
     const uint32_t n = out.slice_packets;
     uint4 *const several = (uint4 *)malloc(of.rows * n * sizeof *several), *const other = (uint4 *)malloc(of.rows * n * sizeof *other);
     run(0, of.rows, true, several);
     run(0, of.rows, false, other);
-    const bool differ = memcmp(several, other, of.rows * n * sizeof *several) != 0;
+    bool differ = memcmp(several, other, of.rows * n * sizeof *several) != 0;
+    if (of.by[0]) {
+        hurried = true;
+        run(0, of.rows, true, other);
+        hurried = false, differ |= memcmp(several, other, of.rows * n * sizeof *several) != 0;
+    }
     for (uint32_t r = 0; r < of.rows; r++) {
         run(r, 1, lanes_random(2), other);
         const bool alone = memcmp(several + r * n, other, n * sizeof *several) != 0;
@@ -264,14 +299,16 @@ static void test_one_batch(void **)
 {
     const shape shapes[] = {{true, 64, 14, 4, 0, 2, 2, 5, 1, 0, {}}, {false, 128, 40, 16, 0, 5, 4, 8, 2, 0, {}}, {true, 193, 33, 11, 1, 4, 8, 7, 3, 0, {}}, {false, 512, 16, 32, 0, 3, 7, 5, 8, 1, {}}};
     for (const shape &s : shapes) check(&s);
+    assert_int_equal(turned, 0);
 }
-/* In batches, of many pairs and of few, of experts of one pair, of experts that nearly all rows choose. */
-static void test_batches(void **)
+/* In turns, of many pairs and of few; of more experts than half a table has; of experts that so many rows choose that they have no room beside the batch before, or just have. Two rows of ten long pairs
+ * each: a row alone has its batches, too. */
+static void test_turns(void **)
 {
     const shape shapes[] = {{true, 320, 24, 10, 0, 8, 8, 14, 3, 0, {}}, {true, 1536, 40, 64, 0, 2, 8, 2, 12, 0, {}}, {true, 1400, 14, 70, 0, 5, 8, 6, 11, 0, {7, 7, 6, 5, 8, 7}}, {true, 64, 16, 3, 0, 10, 6, 60, 1, 0, {1, 1, 1, 1, 1, 1}},
                             {false, 1024, 18, 48, 0, 3, 8, 5, 8, 0, {}}, {true, 1399, 17, 90, 1, 10, 2, 14, 11, 0, {}}, {false, 205, 33, 9, 1, 10, 6, 12, 4, 0, {}}};
     for (const shape &s : shapes) check(&s);
-    assert_true(odds > 2);
+    assert_true(turned >= sizeof shapes / sizeof *shapes && crowded > 2 && odds > 2);
 }
 /* Experts that share stages. */
 static void test_shared(void **)
@@ -284,6 +321,6 @@ int main(void)
 {
     lanes_ring_open(STAGE, sizeof *routes + MK_MAX_ROWS * MK_SEGMENT_ROWS * 4);
     routes = (mk_routes *)(lanes_shared + 1);
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_one_batch), cmocka_unit_test(test_batches), cmocka_unit_test(test_shared)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_one_batch), cmocka_unit_test(test_turns), cmocka_unit_test(test_shared)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

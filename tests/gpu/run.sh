@@ -5,7 +5,7 @@
 #   SOAK=60                   seconds of soak; the row of the report wants 600 (a part `soak` in $OUT, run on its own, counts for it: test_residency.sh)
 cd "$(dirname "$0")/../.." || exit 2
 export BUILD=${BUILD:-build}
-PROGRAMS=$(echo mkd mkctl tests/mkd-debug tests/gpu/{test_gpu,test_opcodes,test_setup,bus,tear,latency,hang_client,soak,libcount_api.so,race_gpu,race_model})
+PROGRAMS=$(echo mkd mkctl tests/mkd-debug tests/gpu/{test_gpu,test_opcodes,test_setup,bus,tear,latency,hang_client,soak,libcount_api.so,race_gpu,race_opcodes,race_model})
 [ "${1:-}" = --programs ] && { echo "$PROGRAMS"; exit; } # what has to be in BUILD
 [ -e /dev/nvidiactl ] || { echo 'check-gpu: no NVIDIA driver on this machine' >&2; exit 9; }
 for f in $PROGRAMS; do

@@ -1,8 +1,9 @@
 /* Every opcode, alone: the resident kernel (its copies in turn, by the seed: megakernel/laid.h) against the twin on fresh random inputs with everything else poisoned. What an instruction writes must be within its
  * tolerance (instructions/tolerance.h), everything else as it was, and a row's bits the same with 8, 3 and 1 rows in the step. Then the negative controls: wrong
  * instructions on the twin's side and a stray write, each of which must be found.
- *   test_opcodes [-s SEED] [-v] [FILTER ...]      FILTER: runs cases whose "OPCODE name" contains one of them (GEMV, fp8, 2304 ...); -v: every first
- *                                                 divergence in full also for negative controls; -x: no GPU, the twin against itself (tests the test)
+ *   test_opcodes [-s SEED] [-v] [-t TIMES] [FILTER ...]   FILTER: runs cases whose "OPCODE name" contains one of them (GEMV, fp8, 2304 ...); -v: every first
+ *                                                 divergence in full also for negative controls; -x: no GPU, the twin against itself (tests the test); -t: waits TIMES as long before it
+ *                                                 calls a case hung (a sanitizer)
  * The cases are in tests/gpu/opcodes_*.c. A JSON report goes to $OUT/opcodes.json ($OUT unset: the working directory). */
 #include "tests/gpu/opcodes.h"
 
@@ -47,9 +48,11 @@ int main(int argc, char **argv)
     mk_err err = {0};
     uint64_t seed = (uint64_t)time(NULL) & 0xffffff;
     int o;
-    while ((o = getopt(argc, argv, "s:vx")) != -1)
+    while ((o = getopt(argc, argv, "s:t:vx")) != -1)
         if (o == 's')
             seed = strtoull(optarg, NULL, 0);
+        else if (o == 't')
+            case_patience = (uint32_t)strtoul(optarg, NULL, 0);
         else if (o == 'v')
             verbose = 1;
         else if (o == 'x')

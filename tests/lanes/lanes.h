@@ -10,8 +10,16 @@
 #include <string.h>
 #include <ucontext.h>
 
-#define LANES        256u
-#define LANES_ROUNDS 20000u /* of all lanes, at most */
+#ifndef LANES
+#define LANES 256u /* more, if a test says so: of warps that are beside the compute threads */
+#endif
+#define LANES_COMPUTE 256u
+#define LANES_ROUNDS  20000u /* of all lanes, at most */
+
+/* Where many threads meet. */
+typedef struct lanes_place {
+    uint32_t waiting, round;
+} lanes_place;
 
 typedef struct lanes_warp {
     const char *what; /* they meet for, and where */
@@ -25,7 +33,8 @@ static struct {
     lanes_warp warp[LANES / 32];
     const uint32_t *until[LANES]; /* NULL, or the round that a lane waits to see the end of: */
     uint32_t since[LANES];        /* this one */
-    uint32_t me, waiting, round; /* waiting, round: of the block's barrier */
+    uint32_t me;
+    lanes_place block, beside; /* of the compute threads, of the others */
     uint64_t moved;
     char error[200]; /* the first; "": none */
     void (*body)(void);
@@ -66,14 +75,14 @@ static inline const uint32_t *lanes_meet(const char *what, int line, uint32_t va
     lanes_wait(&w->round);
     return w->out;
 }
-/* All threads. */
-static inline void lanes_barrier(void)
+/* All `n` threads whose place it is. */
+static inline void lanes_barrier(lanes_place *p, uint32_t n)
 {
     lanes.moved++;
-    if (++lanes.waiting == LANES)
-        lanes.waiting = 0, lanes.round++;
+    if (++p->waiting == n)
+        p->waiting = 0, p->round++;
     else
-        lanes_wait(&lanes.round);
+        lanes_wait(&p->round);
 }
 static void lanes_begin(void)
 {
@@ -85,7 +94,9 @@ static void lanes_begin(void)
 static inline bool lanes_run(void (*body)(void))
 {
     lanes.body = body;
-    lanes.waiting = 0;
+    lanes.block.waiting = lanes.beside.waiting = 0;
+    uint32_t turns = LANES_COMPUTE; /* a power of two, so that an odd step comes by all */
+    while (turns < LANES) turns *= 2;
     *lanes.error = 0;
     for (uint32_t i = 0; i < LANES; i++) {
         lanes.done[i] = false, lanes.until[i] = NULL;
@@ -98,19 +109,19 @@ static inline bool lanes_run(void (*body)(void))
     uint32_t idle = 0, rounds = 0;
     for (uint64_t left = LANES; left && !*lanes.error;) {
         const uint64_t moved = lanes.moved;
-        const uint32_t first = lanes_random(LANES), step = 1 + 2 * lanes_random(LANES / 2);
+        const uint32_t first = lanes_random(turns), step = 1 + 2 * lanes_random(turns / 2);
         left = 0;
-        for (uint32_t i = 0; i < LANES; i++) {
-            const uint32_t me = (first + i * step) % LANES;
-            if (lanes.done[me]) continue;
+        for (uint32_t i = 0; i < turns; i++) {
+            const uint32_t me = (first + i * step) % turns;
+            if (me >= LANES || lanes.done[me]) continue;
             left++;
             if (lanes.until[me] && *lanes.until[me] == lanes.since[me]) continue; /* there is nothing to go on with */
             lanes.until[me] = NULL, lanes.me = me;
             swapcontext(&lanes.back, &lanes.lane[lanes.me]);
         }
         idle = lanes.moved == moved ? idle + 1 : 0;
-        if (++rounds > LANES_ROUNDS) lanes_wrong("it goes on for ever", (uint32_t)left, lanes.waiting);
-        if (left && idle > 10000) lanes_wrong("nobody goes on", (uint32_t)left, lanes.waiting);
+        if (++rounds > LANES_ROUNDS) lanes_wrong("it goes on for ever", (uint32_t)left, lanes.block.waiting);
+        if (left && idle > 10000) lanes_wrong("nobody goes on", (uint32_t)left, lanes.block.waiting);
     }
     return !*lanes.error;
 }

@@ -10,21 +10,35 @@ typedef struct lanes_slot {
     bool there;
 } lanes_slot;
 static struct {
-    uint32_t at, stages, stride;
+    uint32_t at, stages, stride, late; /* late: looks, at most, until a stage comes */
     void (*fill)(uint32_t stage, uint8_t *to);
     lanes_slot slot[MK_STAGES];
 } lanes_loader;
 
+/* Barriers beside the stages': of how many arrivals, of which so many are there; phases so far. */
+typedef struct lanes_bar {
+    const uint64_t *at;
+    uint32_t count, arrived, phase;
+} lanes_bar;
+static lanes_bar lanes_bars[8];
+
+static lanes_bar *lanes_bar_of(uint32_t bar)
+{
+    for (lanes_bar &b : lanes_bars)
+        if (b.at && mk_smem(b.at) == bar) return &b;
+    return NULL;
+}
 static uint8_t *lanes_slot_at(uint32_t i)
 {
     return (uint8_t *)lanes_shared + lanes_ring[0] + i * lanes_loader.stride;
 }
 static void lanes_slot_next(uint32_t i, uint32_t stage)
 {
-    lanes_loader.slot[i] = {stage, stage < lanes_loader.stages ? 1 + (lanes_random(2) ? 0 : lanes_random(6000)) : 0, 0, false};
+    lanes_loader.slot[i] = {stage, stage < lanes_loader.stages ? 1 + (lanes_random(2) ? 0 : lanes_random(lanes_loader.late)) : 0, 0, false};
 }
 static bool lanes_ring_test(uint32_t bar, uint32_t parity)
 {
+    if (const lanes_bar *b = lanes_bar_of(bar)) return (b->phase & 1) != parity;
     const lanes_slot *s = &lanes_loader.slot[(bar - mk_smem(lanes_shared->full)) / 8];
     for (uint32_t i = 0; i < MK_STAGES; i++) {
         lanes_slot *p = &lanes_loader.slot[i];
@@ -38,6 +52,11 @@ static bool lanes_ring_test(uint32_t bar, uint32_t parity)
 }
 static void lanes_ring_arrive(uint32_t bar)
 {
+    if (lanes_bar *b = lanes_bar_of(bar)) {
+        lanes.moved++;
+        if (++b->arrived == b->count) b->arrived = 0, b->phase++;
+        return;
+    }
     if (bar < mk_smem(lanes_shared->empty) || bar >= mk_smem(lanes_shared->empty + MK_STAGES)) return;
     const uint32_t i = (bar - mk_smem(lanes_shared->empty)) / 8;
     lanes_slot *s = &lanes_loader.slot[i];
@@ -54,7 +73,7 @@ static void lanes_ring_open(uint32_t stride, uint32_t local = 0)
     const uint32_t ring = (sizeof(mk_shared) + local + 127) / 128 * 128;
     lanes_shared = (mk_shared *)aligned_alloc(128, ring + MK_STAGES * stride + 128);
     lanes_ring[0] = ring, lanes_ring[1] = ring + MK_STAGES * stride;
-    lanes_loader.stride = stride;
+    lanes_loader.stride = stride, lanes_loader.late = 6000;
     lanes_mbar_test = lanes_ring_test, lanes_mbar_arrive = lanes_ring_arrive;
 }
 /* An instruction's beginning: shared memory holds anything but what the kernel has made zero, or has in it by then, and `stages` stages come from number `at` on, which are the warps' next. */

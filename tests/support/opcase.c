@@ -356,11 +356,13 @@ int case_run_twin(mk_case *c, mk_err *err)
     return mk_play_twin(&c->prog, &c->twin, &c->step, c->epoch0, err);
 }
 
+uint32_t case_patience = 1;
+
 #ifdef MK_CUDA
 int case_gpu_open(mk_case *c, struct mk_gpu **g, mk_err *err)
 {
     const uint32_t copy = (uint32_t)(c->seed / 2 % MK_LAID_KERNELS); /* of the kernel: all of them in turn, epochs that wrap and others with each */
-    mk_gpu_config gc = {.slots = c->mem.n_slots, .context = c->mem.max_context, .timeout_ms = 200, .laid = 1 + copy};
+    mk_gpu_config gc = {.slots = c->mem.n_slots, .context = c->mem.max_context, .timeout_ms = 200 * case_patience, .laid = 1 + copy};
     int rc = mk_gpu_new(&c->prog, &gc, g, err);
     if (!rc && (rc = mk_gpu_upload(*g, &c->mem, err))) mk_gpu_destroy(g);
     return rc;
@@ -371,7 +373,7 @@ int case_run_gpu(mk_case *c, struct mk_gpu *g, mk_err *err)
     take(c, &c->gpu);
     mk_state_turn(&c->prog, &c->gpu, 1);
     int rc = mk_gpu_load(g, &c->gpu, MK_REGION_EXCHANGE | MK_REGION_BULK | MK_REGION_COUNTER | MK_REGION_LOCAL | MK_REGION_STATE | MK_REGION_KV | MK_REGION_PAGE, err);
-    if (!rc) rc = mk_gpu_once(g, c->prog.insn, c->prog.queue, &c->step, c->epoch0, 1000, err);
+    if (!rc) rc = mk_gpu_once(g, c->prog.insn, c->prog.queue, &c->step, c->epoch0, 1000 * case_patience, err);
     if (!rc) rc = mk_gpu_store(g, &c->gpu, MK_REGION_EXCHANGE | MK_REGION_BULK | MK_REGION_COUNTER | MK_REGION_LOCAL | MK_REGION_STATE | MK_REGION_KV, err);
     mk_state_turn(&c->prog, &c->gpu, 0);
     return rc;

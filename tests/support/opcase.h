@@ -67,6 +67,7 @@ int case_run_twin(mk_case *c, mk_err *err);
 struct mk_gpu;
 int case_gpu_open(mk_case *c, struct mk_gpu **g, mk_err *err); /* allocates on the device and uploads the weights */
 int case_run_gpu(mk_case *c, struct mk_gpu *g, mk_err *err);
+extern uint32_t case_patience; /* what the GPU may take is so many times as long: 1, or more under a sanitizer */
 void case_gpu_close(struct mk_gpu **g); /* may be NULL */
 
 #endif

@@ -131,7 +131,8 @@ MK_DEV void mk_fetch_16(uint4 *to, const uint8_t *from, bool has)
 MK_DEV void mk_fetched(void) {}
 MK_DEV void mk_bulk_prefetch(const uint8_t *, uint32_t) {}
 template <typename T> MK_DEV void __stcg(T *p, T v) { *p = v; }
-MK_DEV void mk_sync(void) { lanes_barrier(); }
+MK_DEV void mk_sync(void) { lanes_barrier(&lanes.block, LANES_COMPUTE); }
+MK_DEV void mk_aside_sync(void) { lanes_barrier(&lanes.beside, LANES - LANES_COMPUTE); }
 MK_DEV bool mk_arrives(uint32_t lane) { return lane == 0; }
 static void (*lanes_flag_read)(void); /* NULL, or what happens meanwhile */
 MK_DEV uint32_t mk_flag_get(const volatile uint32_t *p)
