@@ -1,4 +1,4 @@
-/* What four warps of their own do beside the queue: in a step of one row
+/* What four warps of their own do beside the queue. In a step of one row:
  *
  * MLA_PARTIAL's queries, of a worker's first item: mk_mla_aside (mla_partial.cuh). They begin when what comes before the GEMVs that make q~ has ended; these leave the queries' place alone.
  *

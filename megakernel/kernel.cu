@@ -493,7 +493,8 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
             if (pairs || (aside && (whole || run == MK_ONE_MLA))) {
                 leave = asides && await(a, sh, &watch, &sh->aside_done, asides - 1 & 1, HEEDS, lane);
                 if (leave) break;
-                /* pairs: behind the instruction before EXPERT_DOWN; queries: behind what comes before the GEMVs that leave their place alone; ROUTER: behind the GEMV before it; down: behind what stands before EXPERT_UP; gate|up: with ROUTE's input */
+                /* pairs: behind the instruction before EXPERT_DOWN; queries: behind what comes before the GEMVs that leave their place alone; ROUTER: behind the GEMV before it; down: behind what
+                 * stands before EXPERT_UP; gate|up: with ROUTE's input */
                 const uint32_t after = pairs ? fed - 1 : !whole ? fed - 1 - f->plan.beside : router ? fed - 1 : f->plan.end & MK_END_SILU ? routes - 1 & 1 : fed - 2;
                 hand_over(sh, f, after, lane);
                 asides++;
