@@ -59,6 +59,7 @@ int main(int argc, char **argv)
             dry = 1;
         else
             return 2;
+    if (!case_patience) return 2;
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (!dry && mk_gpu_probe(0, &info, &err)) {
         fprintf(stderr, "test_opcodes: %s\n", err.msg);
