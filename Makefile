@@ -139,9 +139,6 @@ $(BUILD)/race/%.cu.o: %.cu
 	$(call nvcc,-DMK_RACECHECK)
 $(BUILD)/race/%.ptx: %.cu
 	$(call nvcc,-DMK_RACECHECK -ptx)
-$(BUILD)/tests/gpu/race_gpu: $(BUILD)/one/megakernel/kernel.o $(BUILD)/race/megakernel/kernel.cu.o $(BUILD)/tests/gpu/test_gpu.o $(TESTLIB) $(BUILD)/libmk.a
-	@echo '  link $@'
-	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 $(BUILD)/tests/gpu/libcount_api.so: tests/gpu/count_api.c
 	@mkdir -p $(@D)
 	@echo '  link $@'
@@ -153,7 +150,10 @@ OPCASES := $(patsubst %.c,$(BUILD)/%.o,$(wildcard tests/gpu/opcodes_*.c))
 $(BUILD)/tests/test_compare $(BUILD)/tests/test_delta $(BUILD)/tests/gpu/test_opcodes: %: %.o $(OPCASES) $(TESTLIB) $(BUILD)/libmk.a
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
-$(BUILD)/tests/gpu/race_opcodes: $(BUILD)/one/megakernel/kernel.o $(BUILD)/race/megakernel/kernel.cu.o $(BUILD)/tests/gpu/test_opcodes.o $(OPCASES) $(TESTLIB) $(BUILD)/libmk.a
+RACE    := $(BUILD)/one/megakernel/kernel.o $(BUILD)/race/megakernel/kernel.cu.o
+$(BUILD)/tests/gpu/race_gpu: $(RACE) $(BUILD)/tests/gpu/test_gpu.o $(TESTLIB) $(BUILD)/libmk.a
+$(BUILD)/tests/gpu/race_opcodes: $(RACE) $(BUILD)/tests/gpu/test_opcodes.o $(OPCASES) $(TESTLIB) $(BUILD)/libmk.a
+$(BUILD)/tests/gpu/race_gpu $(BUILD)/tests/gpu/race_opcodes:
 	@echo '  link $@'
 	@$(CC) $(CFLAGS) -o $@ $^ -lcmocka $(LDLIBS)
 $(BUILD)/tests/test_%: $(BUILD)/tests/test_%.o $(TESTLIB) $(BUILD)/libmk.a

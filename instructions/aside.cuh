@@ -269,8 +269,7 @@ MK_DEV void mk_aside(mk_shared *sh)
         else
             mk_aside_gemv<MK_X_BF16>(sh, f, warp, lane);
         if (__builtin_expect(!queries && !pairs && !tid && sh->trace.on, 0)) mk_trace_write(&f->in, mk_now_low(), 0);
-        __syncwarp();
-        if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_done));
+        mk_warp_arrive(mk_smem(&sh->aside_done), lane);
     }
 }
 

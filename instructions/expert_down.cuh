@@ -56,8 +56,7 @@ MK_DEV void mk_batch_await(const uint64_t *bar, uint32_t batch)
 }
 MK_DEV void mk_batch_staged(mk_shared *sh, uint32_t batch, uint32_t lane)
 {
-    __syncwarp();
-    if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->pairs_full[batch & 1]));
+    mk_warp_arrive(mk_smem(&sh->pairs_full[batch & 1]), lane);
 }
 MK_DEV void mk_batch_leave(mk_shared *sh, uint32_t batch, uint32_t lane, uint32_t last)
 {

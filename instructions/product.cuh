@@ -113,9 +113,7 @@ template <uint32_t N> MK_DEV uint32_t mk_words_of(const float (&f)[N])
  * depend on what they bring; the loader would then write over what is still to be read. none: mk_lap's. */
 MK_DEV void mk_stage_leave(uint32_t empty, uint32_t lane, uint32_t last = 0, uint32_t none = 0)
 {
-    empty += last & none;
-    __syncwarp();
-    if (mk_arrives(lane)) mk_mbar_arrive(empty);
+    mk_warp_arrive(empty + (last & none), lane);
 }
 
 /* Where a segment row's scale lies, from the scales of its K block on. */

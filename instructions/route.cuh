@@ -224,8 +224,7 @@ MK_CALL void mk_route_union(mk_routes *out, uint32_t nrows, uint32_t topk)
             out->n_union = sum;
             pairs->first[sum] = (uint8_t)(nrows * topk);
         }
-        __syncwarp();
-        if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->route_full));
+        mk_warp_arrive(mk_smem(&sh->route_full), lane);
     }
     mk_sync();
     /* two threads a pair or four, each of every second row or fourth */
@@ -283,8 +282,7 @@ MK_DEV void mk_route_take(const mk_dev *d, const mk_route *t, uint32_t r, uint32
         mk_pairs *pairs = &d->sh->pairs;
         if (lane < topk) out->expert[rank] = (uint16_t)e;
         if (lane == 0) out->n_union = topk;
-        __syncwarp();
-        if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
+        mk_warp_arrive(mk_smem(&d->sh->route_full), lane);
         if (lane < topk) {
             out->rank[0][rank] = pairs->expert[rank] = pairs->rank[rank] = pairs->first[rank] = (uint8_t)rank;
             pairs->row[rank] = 0;
@@ -423,8 +421,7 @@ MK_DEV void mk_route_decide(const mk_dev *d, mk_route_list *x, uint32_t n, mk_ro
         x->choice[rank] = make_uint2(expert.y, place);
     }
     if (lane == 0) out->n_union = topk;
-    __syncwarp();
-    if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&d->sh->route_full));
+    mk_warp_arrive(mk_smem(&d->sh->route_full), lane);
     const uint2 choice = x->choice[lane < topk ? lane : 0];
     float w = __uint_as_float(choice.x);
     if (t->score == MK_SCORE_SOFTMAX) w = mk_expf(w - __uint_as_float(x->choice[0].x));

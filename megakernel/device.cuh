@@ -535,6 +535,12 @@ MK_BOTH uint32_t mk_row_stride(uint32_t k)
 
 #include "megakernel/ptx.cuh"
 
+/* A warp arrives, all of it. */
+MK_DEV void mk_warp_arrive(uint32_t bar, uint32_t lane)
+{
+    __syncwarp();
+    if (mk_arrives(lane)) mk_mbar_arrive(bar);
+}
 /* An instruction with MK_AWAITS waits for what is done aside. */
 MK_DEV void mk_aside_await(const mk_shared *sh, const mk_fed *f)
 {

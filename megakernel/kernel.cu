@@ -425,8 +425,7 @@ MK_DEV void hand_over(mk_shared *sh, const mk_fed *f, uint32_t after, uint32_t l
         if (lane >= NOTE) q = make_uint4(0, 0, 0, 0);
         ((uint4 *)&sh->aside)[lane] = q;
     }
-    __syncwarp();
-    if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_full));
+    mk_warp_arrive(mk_smem(&sh->aside_full), lane);
 }
 
 MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
@@ -528,12 +527,10 @@ MK_DEV void control(const mk_gpu_args *a, mk_shared *sh)
         if (!MK_ONE_STEP || leave || !sh->step.nrows) mk_flag_set(&sh->leave, 1); /* else the loader leaves by itself */
         sh->fed[slot].place.run = MK_OP_LEAVE;
     }
-    __syncwarp();
-    if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->insn_full[slot]));
+    mk_warp_arrive(mk_smem(&sh->insn_full[slot]), lane);
     while (asides && !mk_mbar_try(mk_smem(&sh->aside_done), asides - 1 & 1)) {}
     if (lane == 0) sh->aside.place.run = MK_OP_LEAVE;
-    __syncwarp();
-    if (mk_arrives(lane)) mk_mbar_arrive(mk_smem(&sh->aside_full));
+    mk_warp_arrive(mk_smem(&sh->aside_full), lane);
     for (uint32_t i = fed < MK_INSN_RING ? 0 : fed - MK_INSN_RING + 1; MK_ONE_STEP && i < fed; i++) /* somebody has to watch over the last ones */
         await_slot(a, sh, &watch, i, 0, STAYS, lane);
 }

@@ -306,9 +306,9 @@ def prove(k, m):
                 i = c.to[i] if c.op[i] == BRA else i + 1
         return False
 
-    def clocks(i):
-        """From instruction i on until what comes next that still stands, as it was. What descriptor.py has taken away takes none."""
-        n, j = stall(c.word[i][1]), i + 1
+    def clocks(i, j):
+        """From instruction i on, over j, until what comes next that still stands, as it was. What descriptor.py has taken away takes none."""
+        n = stall(c.word[i][1])
         while j < c.n and m.origin[m.at[j]] != j:
             n += stall(c.word[j][1]) if c.word[j] != LEFT_OUT else 0
             j = c.to[j] if c.op[j] == BRA else j + 1
@@ -332,12 +332,13 @@ def prove(k, m):
             raise Refused("instruction %#x leads elsewhere" % (16 * i))
         if i in c.back and not comes_to((lo >> 32) // 16, c.back[i]):
             raise Refused("instruction %#x: a call returns elsewhere" % (16 * i))
-        if i + 1 < c.n and not ends(was, had) and c.op[i] != CALL and not comes_to(p + 1, c.to[i] if turned else i + 1):
-            raise Refused("instruction %#x is followed by something else" % (16 * i))
         if ends(was, had) or c.op[i] == CALL or i + 1 == c.n:
             continue
-        least = max(stall(had), TURNED_STALL) if turned else clocks(i) - (stall(BRANCH[1]) if m.origin[p + 1] is None else 0)
-        if stall(hi) < least:
+        following = c.to[i] if turned else i + 1
+        if not comes_to(p + 1, following):
+            raise Refused("instruction %#x is followed by something else" % (16 * i))
+        added = stall(BRANCH[1]) if m.origin[p + 1] is None else 0
+        if stall(hi) < max(clocks(i, following) - added, TURNED_STALL if turned else 0):
             raise Refused("instruction %#x is followed too soon" % (16 * i))
     if not all(comes_to(p, i) for p, i in zip(m.table, c.table)):
         raise Refused("a table of branches leads elsewhere")

@@ -126,18 +126,18 @@ MK_DEV void mk_sync(void)
 {
     asm volatile("bar.sync 1, %0;" ::"n"(MK_COMPUTE) : "memory");
 }
-/* All warps aside. */
-MK_DEV void mk_aside_sync(void)
-{
-    __syncwarp();
-    asm volatile("bar.sync 2, %0;" ::"n"(MK_ASIDES * 32) : "memory");
-}
 /* The same; whether one of them says so. */
 MK_DEV bool mk_sync_any(bool own)
 {
     uint32_t any;
     asm volatile("{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %1, 0;\n\tbar.red.or.pred q, 1, %2, p;\n\tselp.u32 %0, 1, 0, q;\n\t}" : "=r"(any) : "r"((uint32_t)own), "n"(MK_COMPUTE) : "memory");
     return any != 0;
+}
+/* All warps aside. */
+MK_DEV void mk_aside_sync(void)
+{
+    __syncwarp();
+    asm volatile("bar.sync 2, %0;" ::"n"(MK_ASIDES * 32) : "memory");
 }
 
 MK_DEV void mk_sts16(uint32_t at, uint32_t v)

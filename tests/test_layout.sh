@@ -94,11 +94,11 @@ for bit, name in enumerate(names):
     check("for %s: it is what was built" % name, texts("%s/megakernel/kernel-%s.o" % (build, name)) == linked[-1:])
 check("all of these are in mkd, and differ", sorted(texts(build + "/mkd")) == sorted(set(linked)) and len(set(linked)) == 1 + len(names))
 check("onestep has the kernel in nvcc's order, and no other", texts(build + "/profiles/onestep") == texts(plain))
-race = build + "/tests/gpu/race_gpu"
-if os.path.exists(race):
-    check("race_gpu has its own kernel, and no other", texts(race) == texts(build + "/race/megakernel/kernel.cu.o"))
-else:
-    print("ok - layout: race_gpu has its own kernel, and no other # SKIP make tests builds it")
+for race in ("race_gpu", "race_opcodes"):
+    if os.path.exists(build + "/tests/gpu/" + race):
+        check(race + " has its own kernel, and no other", texts(build + "/tests/gpu/" + race) == texts(build + "/race/megakernel/kernel.cu.o"))
+    else:
+        print("ok - layout: %s has its own kernel, and no other # SKIP make tests builds it" % race)
 check("a model that is none is refused in a line", refused(["nobody", *names], "show", plain, "megakernel/layout.txt", "nobody"))
 
 
@@ -198,14 +198,6 @@ def sense(bad):
 spoiled("a branch turned round that is taken when it was", sense)
 
 
-def hurry(bad):
-    p = next(bad.at[i] for i in sorted(bad.later))
-    bad.word[p] = (bad.word[p][0], layout.stalled(bad.word[p][1], 1))
-
-
-spoiled("an instruction behind which a branch was left out, without the branch's clocks", hurry)
-
-
 def sooner(i):
     def spoil(bad):
         (lo, hi), p = bad.word[bad.at[i]], bad.at[i]
@@ -215,6 +207,8 @@ def sooner(i):
 
 
 parted = at_old(i for i in branch if c.word[i][1] >> 27 & 1 and m.origin[m.at[i + 1]] != i + 1 and c.word[i + 1] != layout.LEFT_OUT)
+left = [i for i in sorted(m.later) if i not in parted]
+spoiled("an instruction behind which a branch was left out, without one of the branch's clocks, of %d" % len(left), sooner(left[0]))
 spoiled("a branch of a parted warp without the clock of the NOP behind it, one of %d" % len(parted), sooner(parted[len(parted) // 2]))
 spoiled("a branch turned round that leaves fewer clocks than a jump takes", sooner(turned))
 

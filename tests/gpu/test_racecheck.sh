@@ -23,20 +23,20 @@ summary() { # log: "hazards errors warnings" of it
     done
     echo '}, "kernel": ['
     comma=''
-    racecheck() { # its name in the report, log, what the program says of a test that passed, program and arguments
+    racecheck() { # what the report says of it, log, what the program says of a test that passed, program and arguments
         OUT=$OUT timeout "${LIMIT:-180}" compute-sanitizer --tool racecheck --print-limit 20 "${@:4}" >"$2" 2>&1
         rc=$?
         read -r _ errors warnings <<<"$(summary "$2")"
         [ $rc = 0 ] && [ "$errors" = 0 ] && [ "$warnings" = 0 ] || bad=1
-        echo "$comma  {\"family\": \"$1\", \"exit_code\": $rc, \"tests_passed\": $(grep -c "$3" "$2"), \"errors\": ${errors:-null}, \"warnings\": ${warnings:-null}}"
+        echo "$comma  {$1, \"exit_code\": $rc, \"tests_passed\": $(grep -c "$3" "$2"), \"errors\": ${errors:-null}, \"warnings\": ${warnings:-null}}"
         comma=,
     }
     for f in ${FAMILIES:-kimi_linear qwen3_next llama}; do
-        racecheck "$f" "$OUT/race-$f.log" '\[       OK' "$BUILD/tests/gpu/race_gpu" -q -w "${WORKERS:-8}" -f "$f" -t 60000
+        racecheck "\"family\": \"$f\", \"workers\": ${WORKERS:-8}" "$OUT/race-$f.log" '\[       OK' "$BUILD/tests/gpu/race_gpu" -q -w "${WORKERS:-8}" -f "$f" -t 60000
     done
     # what none of them has: more pairs of EXPERT_DOWN than are staged at once, so that the warps aside stage the others
     for k in 'bf16 16 experts, inter 640' 'fp8 64 experts, inter 1408, 25'; do
-        racecheck "EXPERT_DOWN $k" "$OUT/race-${k%% *}.log" ' ok$' "$BUILD/tests/gpu/race_opcodes" -s 2 -t 300 "EXPERT_DOWN $k"
+        racecheck "\"family\": \"EXPERT_DOWN $k\"" "$OUT/race-${k%% *}.log" ' ok$' "$BUILD/tests/gpu/race_opcodes" -s 2 -t 300 "EXPERT_DOWN $k"
     done
     echo ']}'
 } >"$OUT/racecheck.json"
