@@ -5,6 +5,7 @@
     layout.py learn FILE PROFILE CSV... [-- CSV...]
                                             makes PROFILE: FILE has the kernel in nvcc's order, CSV is a step of the model that it is named after, as ncu has executed it
                                             (profiles/layout.sh); behind --: a step of several rows, at a long context, or with a token drawn
+    layout.py renew FILE PROFILE BIT=CSV... of PROFILE, which is one of FILE's kernel, what these steps execute, by their bits; the rest stays
     layout.py carry FILE PROFILE NEW        PROFILE, made of FILE's kernel, becomes one of NEW's, whose code is a little other: by the instructions that both have, in order. For a change of some
                                             lines, without a GPU
     layout.py show FILE PROFILE [MODEL]     what apply would do
@@ -409,6 +410,7 @@ def write(k, m):
 # ---- the profile ----------------------------------------------------------------------------------------------------
 
 MODELS, ORDER = "# Models, from bit 0 on: ", "# Order of "
+STEPS = "# And what other steps (of several rows, at a long context, with a token drawn) execute beside, from bit %d on: " % BESIDE
 
 
 def comments(path, begin):
@@ -535,21 +537,43 @@ def line_of(name, digest, who):
     return " ".join([name, digest] + ranges) + "\n" if ranges else ""
 
 
+def marked(file, models, pages):
+    """Who executes each instruction, now that the steps of some bits have these pages."""
+    for bit, page in pages:
+        counts = counts_of(page)
+        if len(counts) != len(models):
+            raise Refused("%s: expected %d instructions, the kernel of %s, found %d" % (page, len(models), file, len(counts)))
+        models = [m & ~(1 << bit) | (n >= EXECUTED) << bit for m, n in zip(models, counts)]
+    return [owners(m) for m in models]
+
+
+def renew(file, path, pages):
+    k, profile, head = resident(file), read_profile(path), comments(path, "#")
+    models, _, strange = models_of(k, profile)
+    steps = [len(" ".join(comments(path, line)).split()) for line in (MODELS, STEPS)]
+    bits = {*range(steps[0]), *range(BESIDE, BESIDE + steps[1])}
+    if strange:
+        raise Refused("%s: expected a profile of %s, %d functions are not: carry it over first" % (path, file, strange))
+    if not {bit for bit, _ in pages} <= bits:
+        raise Refused("%s: expected bits of %s, found %s" % (path, sorted(bits), sorted(bit for bit, _ in pages)))
+    models = marked(file, models, pages)
+    place = {name: (first, end) for first, end, name in k.functions}
+    with open(path, "w") as f:
+        f.writelines("#" + line for line in head)
+        for name in [*(name for name in profile if name in place), *(name for name in place if name not in profile)]:
+            first, end = place[name]
+            f.write(line_of(name, k.code.digest(first, end), models[first:end]))
+
+
 def learn(file, path, pages, beside):
     """Functions that PROFILE has already keep their order there, as do those of one model: that in which a layer calls them is worth 1 % of a step in some models."""
     known, orders = (list(read_profile(path)), comments(path, ORDER)) if os.path.exists(path) else ([], [])
     k = resident(file)
-    models = [0] * k.code.n
     if len(pages) > BESIDE:
         raise Refused("expected at most %d steps of one row, found %d" % (BESIDE, len(pages)))
     if len(beside) > OTHERS - BESIDE:
         raise Refused("expected at most %d other steps, found %d" % (OTHERS - BESIDE, len(beside)))
-    for bit, page in [*enumerate(pages), *enumerate(beside, BESIDE)]:
-        counts = counts_of(page)
-        if len(counts) != k.code.n:
-            raise Refused("%s: expected %d instructions, the kernel of %s, found %d" % (page, k.code.n, file, len(counts)))
-        models = [m | (n >= EXECUTED) << bit for m, n in zip(models, counts)]
-    models = [owners(m) for m in models]
+    models = marked(file, [0] * k.code.n, [*enumerate(pages), *enumerate(beside, BESIDE)])
 
     def names(paths):
         return " ".join(os.path.basename(p).rsplit(".", 1)[0] for p in paths)
@@ -558,14 +582,14 @@ def learn(file, path, pages, beside):
         f.write("# What a step of one row executes of the kernel, by profiles/layout.sh: function, digest of its code, ranges of its instructions and by which models. megakernel/layout.py reads it.\n")
         f.write("%s%s\n" % (MODELS, names(pages)))
         if beside:
-            f.write("# And what other steps (of several rows, at a long context, with a token drawn) execute beside, from bit %d on: %s\n" % (BESIDE, names(beside)))
+            f.write("%s%s\n" % (STEPS, names(beside)))
         f.writelines(ORDER + line for line in orders)
         for first, end, name in sorted(k.functions, key=lambda f: known.index(f[2]) if f[2] in known else len(known)):
             f.write(line_of(name, k.code.digest(first, end), models[first:end]))
 
 
 def main(argv):
-    if len(argv) < 4 or argv[1] not in ("apply", "carry", "learn", "show") or (len(argv) < 5 if argv[1] in ("carry", "learn") else len(argv) > 5):
+    if len(argv) < 4 or argv[1] not in ("apply", "carry", "learn", "renew", "show") or (len(argv) < 5 if argv[1] in ("carry", "learn", "renew") else len(argv) > 5):
         sys.stderr.write(__doc__.split("\n\n")[1] + "\n")
         return 2
     what, file, path = argv[1:4]
@@ -573,6 +597,12 @@ def main(argv):
         if what == "learn":
             rows = argv.index("--") if "--" in argv else len(argv)
             learn(file, path, argv[4:rows], argv[rows + 1 :])
+            return 0
+        if what == "renew":
+            found = [re.fullmatch(r"(\d+)=(.+)", arg) for arg in argv[4:]]
+            if None in found:
+                raise Refused("%s: expected BIT=CSV" % argv[4 + found.index(None)])
+            renew(file, path, [(int(m[1]), m[2]) for m in found])
             return 0
         if what == "carry":
             carry(file, path, argv[4])

@@ -138,6 +138,13 @@ with tempfile.TemporaryDirectory() as d:
     learnt = layout.models_of(k, layout.read_profile(d + "/layout.txt"))
     check("what is learnt of such pages is read again", learnt[2] == 0 and learnt[0] == [who & 3 or (i % 5 == 4) << layout.BESIDE for i, who in enumerate(models)])
     check("what is learnt anew keeps the order of a model's functions", order in open(d + "/layout.txt").readlines())
+    check("a bit that the profile has not, and none at all, are refused in a line", refused(["2, 3"], "renew", plain, d + "/layout.txt", "2=" + pages[0], "3=" + pages[0]) and refused(["BIT=CSV"], "renew", plain, d + "/layout.txt", pages[0]))
+    was = open(d + "/layout.txt").read()
+    layout.renew(plain, d + "/layout.txt", [(0, pages[0])])
+    check("renewed by the page that it was learnt of, layout.txt is what it was", open(d + "/layout.txt").read() == was)
+    layout.renew(plain, d + "/layout.txt", [(1, page("none.csv", [0] * c.n)), (16, page("all.csv", [256] * c.n))])
+    renewed = layout.models_of(k, layout.read_profile(d + "/layout.txt"))
+    check("of renewed steps the new page counts, of others what was", renewed[2] == 0 and renewed[0] == [who & 1 or 1 << layout.BESIDE for who in models] and order in open(d + "/layout.txt").readlines())
 
 # carried over to code that is a little other
 who = [1, 1, 1, 0, 0, 2, 2, 2]
