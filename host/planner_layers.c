@@ -310,7 +310,7 @@ static uint32_t busiest(uint32_t k, uint32_t T, uint32_t inter, uint32_t W, uint
     uint32_t most = 0;
     memset(load, 0, W * sizeof *load);
     for (uint32_t i = 0; i < k * T; i++) {
-        uint32_t t = i % T, rows = mk_start(t + 1, inter, T) - mk_start(t, inter, T), *l = &load[i % W];
+        uint32_t t = i % T, rows = mk_expert_start(t + 1, inter, T) - mk_expert_start(t, inter, T), *l = &load[i % W];
         *l += rows + SLICE_ROWS + (2 * rows > MK_SIDE_ROWS ? SIDES_ROWS : 0);
         if (*l > most) most = *l;
     }
@@ -347,7 +347,7 @@ static uint32_t expert_segments(uint32_t T, uint32_t inter)
 {
     uint32_t most = 1;
     for (uint32_t t = 0; t < T; t++) {
-        uint32_t a = mk_start(t, inter, T), n = mk_start(t + 1, inter, T) - a, s = mk_segments(a % MK_SCALE_ROWS, n, MK_SCALE_ROWS);
+        uint32_t a = mk_expert_start(t, inter, T), n = mk_expert_start(t + 1, inter, T) - a, s = mk_segments(a % MK_SCALE_ROWS, n, MK_SCALE_ROWS);
         if (s > most) most = s;
     }
     return most;
@@ -404,7 +404,7 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
             return;
         }
         for (uint32_t j = 0; j < m->topk; j++)
-            for (uint32_t t = 0; t <= R->T; t++) st[j * R->T + t] = j * m->inter + mk_start(t, m->inter, R->T);
+            for (uint32_t t = 0; t <= R->T; t++) st[j * R->T + t] = j * m->inter + mk_expert_start(t, m->inter, R->T);
         R->u = mk_vec_packet(b, "u", mk_act(b), 0, MK_VEC_DYNAMIC, st, m->topk * R->T);
         free(st);
     }
@@ -436,7 +436,7 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     }
 
     /* expert region: up slices of all experts, then down slices */
-    uint32_t up_seg = wt == MK_W_FP8 ? expert_segments(T, m->inter) : 0, up_rows = (m->inter + T - 1) / T;
+    uint32_t up_seg = wt == MK_W_FP8 ? expert_segments(T, m->inter) : 0, up_rows = mk_expert_rows(m->inter, T);
     uint64_t up_slice = mk_segment_bytes(wt, 2 * up_rows, hidden, 2 * up_seg, 128), up_base = b->expert;
     b->expert += up_slice * T * m->experts;
     uint32_t dn_seg = 0, dn_rows = 0;
@@ -448,9 +448,9 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     uint64_t dn_slice = mk_segment_bytes(wt, dn_rows, m->inter, dn_seg, 128), dn_base = b->expert;
     b->expert += dn_slice * h_slices * m->experts;
     for (uint32_t t = 0; t < T; t++) {
-        uint32_t a = mk_start(t, m->inter, T);
+        uint32_t a = mk_expert_start(t, m->inter, T);
         mk_pack_push(b, &(mk_pack_item){.kind = MK_PACK_EXPERT, .wtype = (uint8_t)wt, .halves = 2, .mat = {&m->gate, &m->up}, .row0 = a,
-                                        .rows = mk_start(t + 1, m->inter, T) - a, .phase = a % MK_SCALE_ROWS, .nseg = up_seg,
+                                        .rows = mk_expert_start(t + 1, m->inter, T) - a, .phase = a % MK_SCALE_ROWS, .nseg = up_seg,
                                         .experts = m->experts, .expert_stride = up_slice * T, .dst = up_base + t * up_slice});
     }
 
@@ -469,10 +469,10 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
     }
     mk_phase_begin(b);
     for (uint32_t i = 0; i < m->topk * T; i++) {
-        uint32_t t = i % T, rows = mk_start(t + 1, m->inter, T) - mk_start(t, m->inter, T);
+        uint32_t t = i % T, rows = mk_expert_start(t + 1, m->inter, T) - mk_expert_start(t, m->inter, T);
         b->load[i % W] += 2ull * rows * hidden * (wt == MK_W_FP8 ? 1 : 2);
     }
-    mk_phase_end(b, "expert up", layer, "slices of an expert are whole rows");
+    mk_phase_end(b, "expert up", layer, "slices of an expert are whole pairs of rows, if there are as many");
 
     mk_phase_begin(b);
     if (gated) { /* one row, wanted last of all: whose it is does not keep the others waiting for its share of u */

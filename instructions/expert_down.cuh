@@ -68,6 +68,15 @@ MK_DEV uint32_t *mk_batch_table(mk_shared *sh, uint32_t batch)
     return (uint32_t *)sh->red + MK_DOWN_TABLE + (batch & 1) * MK_DOWN_HALF;
 }
 
+/* Pair p of the table of a batch whose first expert is j0: staged at shared address `row`; inverse: of its power of two. A lane. */
+MK_DEV void mk_pair_enter(uint32_t *table, const mk_routes *routes, const mk_pairs *pairs, uint32_t p, uint32_t j0, float inverse, uint32_t row)
+{
+    const uint32_t r = pairs->row[p];
+    uint32_t *const entry = table + (pairs->expert[p] - j0) * MK_MAX_ROWS + r;
+    entry[0] = __float_as_uint(__fmul_rn(routes->weight[r][pairs->rank[p]], inverse));
+    entry[MK_DOWN_PAIRS] = row;
+}
+
 /* A row's experts publish `per` packets each. */
 typedef struct mk_pairs_walk {
     const uint16_t *start;
@@ -134,7 +143,7 @@ template <uint32_t FORM> MK_DEV float mk_pair_open(uint32_t lane, uint32_t row, 
     return mk_f16_in_place(row + lane * 16, row + bytes, 512);
 }
 
-/* What a lane's packets of a pair are: its words of the pair's table (mk_pair_table), whose ends are 0 where the pair has no packet. */
+/* What a lane's packets of a pair are: its words of the pair's table (mk_pair_table), 0 where the pair has no packet. */
 template <uint32_t WORDS> MK_DEV void mk_pair_map(uint32_t (&m)[WORDS], const uint4 *from)
 {
 #pragma unroll
@@ -145,27 +154,21 @@ template <uint32_t WORDS> MK_DEV void mk_pair_map(uint32_t (&m)[WORDS], const ui
 #pragma unroll
     for (uint32_t j = 0; j < WORDS; j++) mk_keep(&m[j]); /* not later */
 }
-/* Stores what they bring at shared address `row`, as bf16; *top: largest magnitudes so far, pairwise. Words first: the second half of a packet's last one may be the place of the next packet's first
- * value, which comes later. */
-template <bool FP8, uint32_t N> MK_DEV void mk_pair_put(const uint32_t (&to)[N], const int (&end)[N], uint32_t wanted, const uint4 (&q)[N], uint32_t *top)
+/* Stores what they bring at shared addresses `to`, as bf16; *top: largest magnitudes so far, pairwise. */
+template <bool FP8, uint32_t N> MK_DEV void mk_pair_put(const uint32_t (&to)[N], const uint32_t (&values)[N], const uint4 (&q)[N], uint32_t *top)
 {
 #pragma unroll
     for (uint32_t i = 0; i < N; i++) {
-        const uint32_t turn = end[i] & 1 ? 0x5432 : 0x3210;
-        if (FP8 && wanted & 1u << i)
+        if (FP8 && values[i])
             *top = __vmaxu2(__vmaxu2(*top, mk_magnitudes(q[i].x)), __vmaxu2(mk_magnitudes(q[i].y), mk_magnitudes(q[i].z))); /* behind the values are zeros */
-        if (end[i] > 1) mk_sts32(to[i], __byte_perm(q[i].x, q[i].y, turn));
-        if (end[i] > 5) mk_sts32(to[i] + 4, __byte_perm(q[i].y, q[i].z, turn));
-        if (end[i] > 9) mk_sts32(to[i] + 8, __byte_perm(q[i].z, 0, turn));
+        if (values[i]) mk_sts32(to[i], q[i].x);
+        if (values[i] > 2) mk_sts32(to[i] + 4, q[i].y);
+        if (values[i] > 4) mk_sts32(to[i] + 8, q[i].z);
     }
-    __syncwarp();
-#pragma unroll
-    for (uint32_t i = 0; i < N; i++)
-        if (end[i] & 1) mk_sts16(to[i] - 2, q[i].x);
 }
-/* The same of a pair whose packets all begin with an even value (no MK_PAIR_ODD): their words as they are, without conditions, and so no predicate stands between the last packet and the
- * barrier. Words behind a slice's end, which are zeros, lie where later packets begin: so the last words of all packets come first, and what belongs there comes later. Behind the pair's end they
- * are its padding, or the head of the next pair. A packet that is none goes to `nowhere`, of which magnitudes are not looked at: mask is 0. */
+/* The same without conditions, so that no predicate stands between the last packet and the barrier, where pairs have heads (MK_PAIR_HEAD). Words behind a slice's end, which are zeros, lie where
+ * later packets begin: so the last words of all packets come first, and what belongs there comes later. Behind the pair's end they are its padding, or the head of the next pair. A packet that is none
+ * goes to `nowhere`, of which magnitudes are not looked at: mask is 0. */
 template <bool FP8, uint32_t N> MK_DEV void mk_pair_put_whole(const uint32_t (&to)[N], const uint32_t (&mask)[N], uint32_t nowhere, const uint4 (&q)[N], uint32_t *top)
 {
 #pragma unroll
@@ -182,11 +185,11 @@ template <bool FP8, uint32_t N> MK_DEV void mk_pair_put_whole(const uint32_t (&t
         if (FP8) *top = __vmaxu2(__vmaxu2(*top, q[i].x & mask[i]), __vmaxu2(q[i].y & mask[i], q[i].z & mask[i]));
     }
 }
-/* Zeros behind a pair's k values, up to the end of the K block: the last word of an odd number of values has its own from the packet. */
+/* Zeros behind a pair's k values, up to the end of the K block. */
 MK_DEV void mk_pair_pad(uint32_t row, uint32_t k, uint32_t lane)
 {
 #pragma unroll 1
-    for (uint32_t i = k + (k & 1) + lane; i < (k + 63 & ~63u); i += 32) mk_sts16(row + 2 * i, 0);
+    for (uint32_t i = k + 2 * lane; i < (k + 63 & ~63u); i += 64) mk_sts32(row + 2 * i, 0);
 }
 /* By a warp: a pair's k bf16 values, and the zeros behind them, become f16 where they lie. Two eights of a lane at a time, the second of which is the first once more where there is none. */
 MK_DEV void mk_pair_f16(uint32_t row, uint32_t k, uint32_t lane, uint32_t less)
@@ -239,32 +242,27 @@ template <uint32_t FORM> MK_DEV void mk_pairs_take(const mk_dev *d, const mk_rou
         mk_pair_pad(row, k, d->lane);
 #pragma unroll 1
         for (uint32_t n = 0; n < per; n += TURN) { /* once or twice; twice, the table's halves change places, and are back for the next pair */
-            uint32_t to[MK_PAIR_ASKS], wanted = 0;
-            int end[MK_PAIR_ASKS];
+            uint32_t to[MK_PAIR_ASKS], values[MK_PAIR_ASKS], wanted = 0;
             uint4 q[MK_PAIR_ASKS];
 #pragma unroll
             for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) {
                 const uint32_t word = m[i];
                 to[i] = row + MK_PAIR_TO(word);
-                end[i] = MK_PAIR_END(word);
-                wanted |= end[i] ? 1u << i : 0;
+                values[i] = MK_PAIR_VALUES(word);
+                wanted |= values[i] ? 1u << i : 0;
                 q[i] = next[i];
                 m[i] = twice ? m[i + MK_PAIR_ASKS] : word, m[i + MK_PAIR_ASKS] = word;
             }
             const bool goes_on = n + TURN < per;
             mk_pair_asks(next, f->place.in[0] + (goes_on ? packet + TURN : then), goes_on ? per - TURN : others ? per : 0);
             mk_packets_wait_every<MK_PAIR_ASKS, true>(f->place.in[0] + packet + n, 32, wanted, epoch, 0, r, rank * per + d->lane + n, q);
-            mk_pair_put<FP8>(to, end, wanted, q, &top);
+            mk_pair_put<FP8>(to, values, q, &top);
         }
         packet = then;
         __syncwarp();
         const mk_f16_shift shift = mk_f16_shift_of(FP8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
         if (FP8) mk_pair_f16(row, k, d->lane, shift.less);
-        if (d->lane == 0) {
-            uint32_t *const entry = table + (pairs->expert[p] - j0) * MK_MAX_ROWS + r;
-            entry[0] = __float_as_uint(FP8 ? __fmul_rn(routes->weight[r][rank], shift.inverse) : routes->weight[r][rank]);
-            entry[MK_DOWN_PAIRS] = row;
-        }
+        if (d->lane == 0) mk_pair_enter(table, routes, pairs, p, j0, FP8 ? shift.inverse : 1, row);
     }
 }
 
@@ -297,7 +295,7 @@ MK_DEV void mk_pair_wait(uint4 (&q)[MK_PAIR_ASKS], const uint32_t (&word)[MK_PAI
         const uint32_t epoch = f->place.epoch[0];
         uint32_t late = 0;
 #pragma unroll
-        for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) late |= MK_PAIR_END(word[i]) && q[i].w != epoch ? 1u << i : 0;
+        for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) late |= MK_PAIR_VALUES(word[i]) && q[i].w != epoch ? 1u << i : 0;
         if (!__any_sync(0xffffffffu, late)) break;
         const uint4 *const from = mk_pair_packets(sh, f, p, lane) + n;
 #pragma unroll
@@ -346,17 +344,13 @@ MK_DEV uint32_t mk_aside_pairs(mk_shared *sh, const mk_fed *f, uint32_t batch, u
             mk_pair_pad(row, f->in.expert.k, lane);
 #pragma unroll 1
             for (uint32_t n = 0; n < f->plan.packets;) {
-                uint32_t to[MK_PAIR_ASKS], word[MK_PAIR_ASKS], wanted = 0;
-                int end[MK_PAIR_ASKS];
+                uint32_t to[MK_PAIR_ASKS], word[MK_PAIR_ASKS];
 #pragma unroll
                 for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) word[i] = __float_as_uint(sh->red[n + 32 * i + lane]);
                 mk_pair_wait(q, word, sh, f, p, n, lane);
 #pragma unroll
-                for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) {
-                    to[i] = row + MK_PAIR_TO(word[i]), end[i] = MK_PAIR_END(word[i]);
-                    wanted |= end[i] ? 1u << i : 0;
-                }
-                mk_pair_put<true>(to, end, wanted, q, &top);
+                for (uint32_t i = 0; i < MK_PAIR_ASKS; i++) to[i] = row + MK_PAIR_TO(word[i]), word[i] = MK_PAIR_VALUES(word[i]);
+                mk_pair_put<true>(to, word, q, &top);
                 n += 32 * MK_PAIR_ASKS;
                 const bool goes_on = n < f->plan.packets, others = p + MK_ASIDES < pairs->first[n_union];
                 const uint4 *const from = mk_pair_packets(sh, f, goes_on || !others ? p : p + MK_ASIDES, lane);
@@ -366,13 +360,7 @@ MK_DEV uint32_t mk_aside_pairs(mk_shared *sh, const mk_fed *f, uint32_t batch, u
             const bool fp8 = f->in.expert.wtype == MK_W_FP8;
             const mk_f16_shift shift = mk_f16_shift_of(fp8 ? __reduce_max_sync(0xffffffffu, mk_top_of(top)) : 0);
             if (fp8) mk_pair_f16(row, f->in.expert.k, lane, shift.less);
-            if (lane == 0) {
-                const uint32_t r = pairs->row[p];
-                const float weight = routes->weight[r][pairs->rank[p]];
-                uint32_t *const entry = table + (pairs->expert[p] - j) * MK_MAX_ROWS + r;
-                entry[0] = __float_as_uint(fp8 ? __fmul_rn(weight, shift.inverse) : weight);
-                entry[MK_DOWN_PAIRS] = row;
-            }
+            if (lane == 0) mk_pair_enter(table, routes, pairs, p, j, fp8 ? shift.inverse : 1, row);
         }
         j = next, before = begin;
         mk_batch_staged(sh, batch, lane); /* behind the last one the next ROUTE may come: nothing is read of this one's */
@@ -393,13 +381,10 @@ template <uint32_t FORM> MK_DEV void mk_pairs_stage(const mk_dev *d, const mk_ro
     const mk_pairs_walk w = mk_pairs_walk_of(d);
 #pragma unroll 1
     for (uint32_t p = p0 + d->warp; p < p1; p += MK_WARPS) {
-        const uint32_t r = pairs->row[p], rank = pairs->rank[p], to = staging + (p - p0) * stride, at = (pairs->expert[p] - j0) * MK_MAX_ROWS + r;
-        mk_pair_gather(d, &w, r, rank, to);
+        const uint32_t to = staging + (p - p0) * stride;
+        mk_pair_gather(d, &w, pairs->row[p], pairs->rank[p], to);
         const float inverse = mk_pair_open<FORM>(d->lane, to, k);
-        if (d->lane == 0) {
-            table[at] = __float_as_uint(__fmul_rn(routes->weight[r][rank], inverse));
-            table[MK_DOWN_PAIRS + at] = to;
-        }
+        if (d->lane == 0) mk_pair_enter(table, routes, pairs, p, j0, inverse, to);
     }
 }
 
@@ -770,22 +755,19 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
     mk_pair_pad(row, k, d->lane);
 #pragma unroll 1
     for (uint32_t n = 0; n < per; n += 32 * PART, from += 32 * PART, first += 32 * PART) {
-        uint32_t to[PART], is[PART], wanted = 0; /* is: mk_pair_put_whole's mask or mk_pair_put's end */
+        uint32_t to[PART], mask[PART], wanted = 0;
 #pragma unroll
         for (uint32_t i = 0; i < PART; i++) {
-            const uint32_t end = MK_PAIR_END(m[i]);
-            to[i] = end ? row + MK_PAIR_TO(m[i]) : nowhere;
-            is[i] = end && !(m[i] & MK_PAIR_ODD) ? mk_magnitudes(0xffffffffu) : end;
-            wanted |= end ? 1u << i : 0;
-            mk_keep(&to[i]), mk_keep(&is[i]);
+            const bool is = MK_PAIR_VALUES(m[i]);
+            to[i] = is ? row + MK_PAIR_TO(m[i]) : nowhere;
+            mask[i] = is ? mk_magnitudes(0xffffffffu) : 0;
+            wanted |= is ? 1u << i : 0;
+            mk_keep(&to[i]), mk_keep(&mask[i]);
         }
         mk_keep(&wanted);
         __syncwarp(); /* zeros and the part before, whose last packet may end here, are stored */
         mk_packets_wait_every<PART, true>(from, 32, wanted, epoch, 0, 0, first, *(uint4(*)[PART])q);
-        if (__builtin_expect(m[0] & MK_PAIR_ODD, 0))
-            mk_pair_put<FP8>(to, *(int(*)[PART])is, wanted, *(uint4(*)[PART])q, &top);
-        else
-            mk_pair_put_whole<FP8>(to, is, nowhere, *(uint4(*)[PART])q, &top);
+        mk_pair_put_whole<FP8>(to, mask, nowhere, *(uint4(*)[PART])q, &top);
 #pragma unroll
         for (uint32_t i = 0; i < PART; i++) {
             if (i + PART < LOADS) q[i] = q[i + PART];

@@ -13,14 +13,14 @@ void mk_expert_up_twin(mk_ctx *c)
     const mk_expert *e = &in->expert;
     const mk_routes *routes = mk_local(c, in->wait[1].vec);
     uint32_t nrows = c->step->nrows, workers = c->prog->info.workers, stride = mk_staged_stride(e->k);
-    uint32_t widest = (e->inter + e->T - 1) / e->T;
+    uint32_t widest = mk_expert_rows(e->inter, e->T);
     float *x = c->scratch, *y = x + (size_t)nrows * stride, norm[MK_MAX_ROWS];
     mk_stage(c, 0, e->k, MK_PRO_RMS, e->param_off, e->eps, 0, 0, x, norm);
 
     for (uint32_t j = 0; j < routes->n_union; j++) {
         uint32_t first = (c->worker + workers - (uint32_t)((uint64_t)j * e->T % workers)) % workers;
         for (uint32_t t = first; t < e->T; t += workers) {
-            uint32_t row0 = mk_start(t, e->inter, e->T), n = mk_start(t + 1, e->inter, e->T) - row0, m = 0;
+            uint32_t row0 = mk_expert_start(t, e->inter, e->T), n = mk_expert_start(t + 1, e->inter, e->T) - row0, m = 0;
             uint32_t row[MK_MAX_ROWS];
             const float *xr[MK_MAX_ROWS];
             float *yr[MK_MAX_ROWS];

@@ -16,11 +16,12 @@ typedef struct mk_up_slice {
 } mk_up_slice;
 MK_DEV mk_up_slice mk_up_at(uint32_t slice, uint32_t inter, mk_divisor by_T)
 {
+    const uint32_t log = mk_expert_log(inter, by_T.n);
     mk_up_slice s;
     s.j = mk_quot(slice, by_T);
     s.t = slice - s.j * by_T.n;
-    s.row0 = mk_cut(s.t, inter, by_T);
-    s.rows = mk_cut(s.t + 1, inter, by_T) - s.row0;
+    s.row0 = mk_cut(s.t, inter >> log, by_T) << log; /* mk_expert_start */
+    s.rows = (mk_cut(s.t + 1, inter >> log, by_T) << log) - s.row0;
     return s;
 }
 

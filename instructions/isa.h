@@ -397,7 +397,7 @@ typedef struct mk_routes {
  * EXPERT_DOWN: wait[0] = "u", wait[1] = LOCAL routes, wait[2] = LOCAL accumulator f32[rows][n] (residual + shared expert) or, when
  * the layer has no shared expert, the residual vector itself; signal = h slice.
  * Expert e's slice t lies in the expert region at base + e * expert_stride + t * slice_stride: a segment as in mk_gemv. Up slices
- * are rows [start(t), start(t+1)) of gate and of up (gate rows first), start(t) = floor(t * inter / T).
+ * are rows [start(t), start(t+1)) of gate and of up (gate rows first), start(t) = mk_expert_start(t, inter, T).
  * The j-th union expert's slice t of EXPERT_UP runs on worker (j * T + t) mod W; EXPERT_DOWN's slice is the worker's own rows of h
  * (T = number of h slices, t = h slice), so the sum over experts is even by construction. */
 typedef struct mk_expert {
@@ -491,6 +491,20 @@ static_assert(offsetof(mk_insn, payload) == 56, "header offsets are fixed");
 MK_BOTH uint32_t mk_start(uint32_t t, uint32_t n, uint32_t parts)
 {
     return (uint32_t)((uint64_t)t * n / parts);
+}
+/* An expert's rows are cut into T slices of whole pairs, so that packets of its values are whole words where they are staged; of single rows, if there are not as many pairs. The logarithm of the rows
+ * that stay together; where slice t begins; and the most rows that one has. */
+MK_BOTH uint32_t mk_expert_log(uint32_t inter, uint32_t T)
+{
+    return inter % 2 == 0 && T <= inter / 2;
+}
+MK_BOTH uint32_t mk_expert_start(uint32_t t, uint32_t inter, uint32_t T)
+{
+    return mk_start(t, inter >> mk_expert_log(inter, T), T) << mk_expert_log(inter, T);
+}
+MK_BOTH uint32_t mk_expert_rows(uint32_t inter, uint32_t T)
+{
+    return ((inter >> mk_expert_log(inter, T)) + T - 1) / T << mk_expert_log(inter, T);
 }
 /* What a scale of FP8 weights covers: rows; columns of k; K blocks, 1 << of them. And how many column blocks there are. */
 MK_BOTH uint32_t mk_scale_rows(uint32_t scale_k)

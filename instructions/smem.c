@@ -94,7 +94,7 @@ static uint64_t working(const mk_program *p, const mk_insn *in)
     case MK_OP_LM_HEAD:
         return chunk(in->lm_head.k, ae) < in->lm_head.k ? ROWS * in->lm_head.n * 4 : 0;
     case MK_OP_EXPERT_UP:
-        return chunk(e->k, ae) < e->k && e->T ? ROWS * 2 * (((uint64_t)e->inter + e->T - 1) / e->T) * 4 : 0;
+        return chunk(e->k, ae) < e->k && e->T ? (uint64_t)ROWS * 2 * mk_expert_rows(e->inter, e->T) * 4 : 0;
     case MK_OP_EXPERT_DOWN:
         return ROWS * e->n * 4;
     case MK_OP_DELTA_STEP:

@@ -167,9 +167,9 @@ static int check_dynamic(mk_check *c, uint32_t vec, uint32_t pub)
     }
     const uint32_t *start = mk_vec_starts(c->p, v);
     for (uint32_t s = 0; s < v->nslice; s++)
-        if (start[s] != s / e->T * e->inter + mk_start(s % e->T, e->inter, e->T))
+        if (start[s] != s / e->T * e->inter + mk_expert_start(s % e->T, e->inter, e->T))
             return mk_refuse(c, first, "slice %u of %s starts at %u, slice %u of choice %u is at %u", s, v->name, start[s], s % e->T, s / e->T,
-                             s / e->T * e->inter + mk_start(s % e->T, e->inter, e->T));
+                             s / e->T * e->inter + mk_expert_start(s % e->T, e->inter, e->T));
     for (uint32_t r = c->read_off[id]; r < c->read_off[id + 1]; r++) {
         uint32_t x = c->read[r].insn;
         if (insn(c, x)->expert.inter != e->inter || insn(c, x)->expert.topk != e->topk || insn(c, x)->expert.wtype != e->wtype)

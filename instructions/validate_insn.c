@@ -541,7 +541,7 @@ static int check_expert(mk_check *c, uint32_t x, const mk_expert *e)
         /* longest slice, and 128-row blocks that a slice may touch */
         uint32_t rows = 0, nseg = 0;
         for (uint32_t t = 0; t < e->T; t++) {
-            uint32_t a = mk_start(t, e->inter, e->T), n = mk_start(t + 1, e->inter, e->T) - a, s = mk_segments(a % MK_SCALE_ROWS, n, MK_SCALE_ROWS);
+            uint32_t a = mk_expert_start(t, e->inter, e->T), n = mk_expert_start(t + 1, e->inter, e->T) - a, s = mk_segments(a % MK_SCALE_ROWS, n, MK_SCALE_ROWS);
             if (n > rows) rows = n;
             if (s > nseg) nseg = s;
         }

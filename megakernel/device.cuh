@@ -105,8 +105,8 @@ typedef struct mk_seg {
         uint32_t stage; /* bytes of weights of a stage: the last one may have fewer */
         uint32_t magic; /* of a division by T */
     };
-    uint16_t T, inter, nkb;
-    uint16_t rows, t; /* EXPERT_DOWN: the worker's slice; rows = 0: EXPERT_UP */
+    uint16_t T, parts, nkb; /* parts: EXPERT_UP: what an expert's rows are cut into slices of */
+    uint16_t rows, t; /* EXPERT_DOWN: the worker's slice. EXPERT_UP: 0, and the logarithm of matrix rows a part, gate and up */
     uint8_t per_most, per_less; /* K blocks a stage: of slices of `most` rows, of shorter ones */
     uint8_t most;
     uint8_t blank; /* EXPERT_DOWN: an empty stage after each segment makes their number even */
@@ -472,22 +472,17 @@ typedef struct mk_shared {
 static_assert(MK_PAIR_HEAD >= MK_PAIR_FACTOR + 8 && MK_PAIR_FACTOR == MK_PAIR_NOWHERE + 4, "in a pair's head nothing is in the way");
 #define MK_DOWN_ONE_ROWS 32u /* of weights, at most, for mk_down_one */
 #define MK_PAIR_WORDS   12u  /* of a lane in a pair's table: word j is of packet 32 j + lane. A multiple of 4 */
-/* What a packet of a pair of EXPERT_DOWN is to mk_pair_put and mk_pair_put_whole: where the first of its values goes that begins a word, in bytes, and twice the number of values, less one if
- * the first does not begin a word; an end of 0: none. */
-#define MK_PAIR_WORD(value, n) ((n) ? ((value) + ((value) & 1)) * 2 | (2 * (n) - ((value) & 1)) << 16 : 0)
-#define MK_PAIR_ODD    1u /* in all words of a table, of none as well, if a packet of the pair begins with an odd value */
-#define MK_PAIR_TO(m)  ((m) & 0xfffcu)
-#define MK_PAIR_END(m) ((int)((m) >> 16))
+/* What a packet of a pair of EXPERT_DOWN is, whose slices all begin with even values (mk_expert_log; else a pair has no table): where its values go, in bytes, and how many it has, 0: none. */
+#define MK_PAIR_WORD(value, n) ((value) * 2 | (n) << 16)
+#define MK_PAIR_TO(m)     ((m) & 0xffffu)
+#define MK_PAIR_VALUES(m) ((m) >> 16)
 /* The table of a pair of so many packets whose slices begin with values `start` of it: word[32 * MK_PAIR_WORDS], zeros before. */
 MK_BOTH void mk_pair_table(uint32_t *word, const uint32_t *start, uint32_t packets, uint32_t slice_packets)
 {
-    uint32_t odd = 0;
     for (uint32_t q = 0; q < packets; q++) {
-        const uint32_t s = q / slice_packets, value = start[s] + q % slice_packets * 6, left = value < start[s + 1] ? start[s + 1] - value : 0, n = left < 6 ? left : 6;
-        word[q % 32 * MK_PAIR_WORDS + q / 32] = MK_PAIR_WORD(value, n);
-        if (n) odd |= value & 1;
+        const uint32_t s = q / slice_packets, value = start[s] + q % slice_packets * 6, left = value < start[s + 1] ? start[s + 1] - value : 0;
+        word[q % 32 * MK_PAIR_WORDS + q / 32] = left ? MK_PAIR_WORD(value, left < 6 ? left : 6) : 0;
     }
-    for (uint32_t q = 0; odd && q < 32 * MK_PAIR_WORDS; q++) word[q] |= MK_PAIR_ODD;
 }
 MK_BOTH uint32_t mk_chunk_kblocks(uint32_t wtype)
 {

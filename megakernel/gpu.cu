@@ -285,6 +285,7 @@ static int upload_vectors(mk_gpu *g, mk_err *err)
         uint32_t pair = 0; /* its packets */
         for (uint32_t q = 0; q < i->n_insn && !pair && vec[k].flags & MK_VEC_DYNAMIC; q++)
             if (p->insn[q].opcode == MK_OP_EXPERT_DOWN && p->insn[q].wait[0].vec == k) pair = pair_packets(g, &p->insn[q]);
+        for (uint32_t s = 0; s <= vec[k].nslice && pair; s++) pair = from[s] % 2 ? 0 : pair;
         if (!pair || pair > MK_PAIR_MOST || rc) continue;
         g->pair_at[k] = n_map = n_map + 3 & ~3u; /* 16-byte loads */
         mk_pair_table(map + n_map, from, pair, vec[k].slice_packets);

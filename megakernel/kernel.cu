@@ -753,13 +753,13 @@ typedef struct mk_slices {
     union {
         uint32_t magic, stage;
     };
-    uint32_t scales, T, inter, nkb, rows, t, per_most, per_less, most, blank, share;
+    uint32_t scales, T, parts, nkb, rows, t, per_most, per_less, most, blank, share;
 } mk_slices;
 MK_DEV mk_slices slices_of(const uint8_t *region, mk_seg s)
 {
-    mk_slices w = {(uint64_t)region + s.base, s.stride, {s.slice_stride}, {s.magic}, s.scales, s.T, s.inter, s.nkb, s.rows, s.t, s.per_most, s.per_less, s.most, s.blank, s.share};
+    mk_slices w = {(uint64_t)region + s.base, s.stride, {s.slice_stride}, {s.magic}, s.scales, s.T, s.parts, s.nkb, s.rows, s.t, s.per_most, s.per_less, s.most, s.blank, s.share};
     asm volatile("" : "+l"(w.base), "+l"(w.stride)); /* now: later every instruction counts */
-    mk_keep(&w.slice_stride), mk_keep(&w.scales), mk_keep(&w.magic), mk_keep(&w.T), mk_keep(&w.inter), mk_keep(&w.nkb);
+    mk_keep(&w.slice_stride), mk_keep(&w.scales), mk_keep(&w.magic), mk_keep(&w.T), mk_keep(&w.parts), mk_keep(&w.nkb);
     mk_keep(&w.rows), mk_keep(&w.t), mk_keep(&w.per_most), mk_keep(&w.per_less), mk_keep(&w.most), mk_keep(&w.blank);
     return w;
 }
@@ -837,7 +837,7 @@ MK_DEV void stream(const mk_gpu_args *a, mk_shared *sh)
                 uint32_t bytes = w.bytes, stage = w.stage;
                 if (chosen) {
                     const uint32_t j = mk_quot(k, by_T), t = k - j * w.T;
-                    const uint32_t rows = w.rows ? w.rows : 2 * (mk_cut(t + 1, w.inter, by_T) - mk_cut(t, w.inter, by_T)), kb_bytes = rows * MK_KBLOCK_BYTES;
+                    const uint32_t rows = w.rows ? w.rows : mk_cut(t + 1, w.parts, by_T) - mk_cut(t, w.parts, by_T) << w.t, kb_bytes = rows * MK_KBLOCK_BYTES;
                     segment += routes->expert[j] * w.stride + (uint64_t)t * w.slice_stride;
                     bytes = w.nkb * kb_bytes;
                     stage = (rows == w.most ? w.per_most : w.per_less) * kb_bytes;

@@ -23,7 +23,7 @@ static uint32_t rows_of(const mk_insn *in)
     case MK_OP_GEMV: return in->gemv.n * (in->gemv.epilogue == MK_EPI_SILU ? 2u : 1u);
     case MK_OP_LM_HEAD: return in->lm_head.n;
     case MK_OP_ROUTER: return in->router.n;
-    case MK_OP_EXPERT_UP: return 2u * ((in->expert.inter + in->expert.T - 1) / in->expert.T);
+    case MK_OP_EXPERT_UP: return 2u * mk_expert_rows(in->expert.inter, in->expert.T);
     case MK_OP_EXPERT_DOWN: return in->expert.n;
     default: return 0;
     }
@@ -155,7 +155,7 @@ static uint8_t shared_by(const mk_gpu *g, const mk_expert *e, const mk_seg *s)
 static mk_seg expert_seg(const mk_gpu *g, const mk_insn *in, const mk_insn *route)
 {
     const mk_expert *e = &in->expert;
-    const uint32_t up = in->opcode == MK_OP_EXPERT_UP, most = rows_of(in), less = up && e->inter >= e->T ? 2u * (e->inter / e->T) : most;
+    const uint32_t up = in->opcode == MK_OP_EXPERT_UP, most = rows_of(in), log = mk_expert_log(e->inter, e->T), less = up && e->inter >= e->T ? 2u * ((e->inter >> log) / e->T << log) : most;
     uint32_t nkb;
     mk_seg s = routed_seg(g, route);
     s.base = e->base;
@@ -164,9 +164,9 @@ static mk_seg expert_seg(const mk_gpu *g, const mk_insn *in, const mk_insn *rout
     s.scales = scales_of(in);
     s.magic = e->T > 1 ? 0xffffffffu / e->T + 1 : 0;
     s.T = (uint16_t)e->T;
-    s.inter = (uint16_t)e->inter;
+    s.parts = (uint16_t)(e->inter >> log);
     s.rows = up ? 0 : (uint16_t)e->n;
-    s.t = (uint16_t)e->t;
+    s.t = up ? (uint16_t)(1 + log) : (uint16_t)e->t;
     s.most = (uint8_t)most;
     s.per_most = (uint8_t)kblocks_of(g, in, most, &nkb);
     s.per_less = (uint8_t)kblocks_of(g, in, less, &nkb);

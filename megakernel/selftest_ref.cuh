@@ -368,8 +368,8 @@ static __global__ void ref_expert_up(ref a)
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x, rank = blockIdx.y, r = blockIdx.z;
     if (i >= e->inter) return;
     uint32_t t = 0;
-    while ((uint64_t)(t + 1) * e->inter / e->T <= i) t++;
-    const uint32_t first = (uint32_t)((uint64_t)t * e->inter / e->T), n = (uint32_t)((uint64_t)(t + 1) * e->inter / e->T) - first;
+    while (mk_expert_start(t + 1, e->inter, e->T) <= i) t++;
+    const uint32_t first = mk_expert_start(t, e->inter, e->T), n = mk_expert_start(t + 1, e->inter, e->T) - first;
     ref_segment s = {a.expert + e->base + a.route->id[r][rank] * e->expert_stride + (uint64_t)t * e->slice_stride, e->wtype, 2 * n, e->k, 2, e->nseg, first % 128, 128};
     const float *x = a.staged + (size_t)r * a.in[0].width;
     const double gate = ref_dot(&s, i - first, x), up = ref_dot(&s, n + i - first, x);

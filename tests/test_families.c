@@ -47,6 +47,7 @@ static double excess_of_rows(const char *name, const char *phase)
         {"glm-4.7-flash", "kv_a q_a", 8.1},      {"glm-4.7-flash", "q_b uk", 19.2}, {"glm-4.7-flash", "uv", 13.5},
         {"qwen3.5-27b", "delta", 37.6}, {"qwen3.6-27b", "delta", 37.6},
         {"qwen3.8-27b", "delta", 37.6},          {"llama-3.2-1b", "attn qkv", 11.8},
+        {"qwen3.5-397b", "expert up", 5.8},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (strncmp(name, all[i].name, strlen(all[i].name)) == 0 && strcmp(phase, all[i].phase) == 0) return all[i].percent / 100;

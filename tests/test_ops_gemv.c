@@ -396,7 +396,7 @@ static void expert_check(const expert_case *t)
     }
     uint32_t *ustart = need(malloc((TOPK * T + 1) * sizeof *ustart));
     for (uint32_t k = 0; k < TOPK; k++)
-        for (uint32_t s = 0; s < T; s++) ustart[k * T + s] = k * I + mk_start(s, I, T);
+        for (uint32_t s = 0; s < T; s++) ustart[k * T + s] = k * I + mk_expert_start(s, I, T);
     ustart[TOPK * T] = TOPK * I;
     uint32_t h = one_even(o, MK_F32, 0, H, t->h_slices), routes = one_local(o, sizeof(mk_routes));
     uint32_t u = one_packet(o, t->act_f32 ? MK_F32 : MK_BF16, 0, ustart, TOPK * T);
@@ -417,7 +417,7 @@ static void expert_check(const expert_case *t)
 
     uint32_t up_seg = 0, dn_seg = 0, dn_rows = 0, up_rows = 0;
     for (uint32_t s = 0; s < T; s++) {
-        uint32_t a = mk_start(s, I, T), n = mk_start(s + 1, I, T) - a;
+        uint32_t a = mk_expert_start(s, I, T), n = mk_expert_start(s + 1, I, T) - a;
         if (n > up_rows) up_rows = n;
         if (fp8 && mk_segments(a % 128, n, 128) > up_seg) up_seg = mk_segments(a % 128, n, 128);
     }
@@ -432,8 +432,8 @@ static void expert_check(const expert_case *t)
     for (uint32_t e = 0; e < EXPERTS; e++) {
         const matrix *gu[2] = {&gate[e], &up[e]}, *dn[1] = {&down[e]};
         for (uint32_t s = 0; s < T; s++) {
-            uint32_t a = mk_start(s, I, T);
-            assert_true(pack(mem + up_base + (e * T + s) * up_slice, gu, 2, a, mk_start(s + 1, I, T) - a, up_seg) <= up_slice);
+            uint32_t a = mk_expert_start(s, I, T);
+            assert_true(pack(mem + up_base + (e * T + s) * up_slice, gu, 2, a, mk_expert_start(s + 1, I, T) - a, up_seg) <= up_slice);
         }
         for (uint32_t s = 0; s < t->h_slices; s++) {
             uint32_t a = mk_start(s, H, t->h_slices);

@@ -52,7 +52,7 @@ static void chosen(mk_case *c, const expert_arg *a, uint32_t width)
 {
     uint32_t T = a->T, *start = malloc((a->topk * T + 1) * sizeof *start);
     if (!start) exit(3);
-    for (uint32_t s = 0; s <= a->topk * T; s++) start[s] = s / T * width + mk_start(s % T, width, T);
+    for (uint32_t s = 0; s <= a->topk * T; s++) start[s] = s / T * width + mk_expert_start(s % T, width, T);
     uint32_t u = case_packet(c, "u", MK_BF16, 0, start, a->topk * T);
     c->prog.vec[u].flags = MK_VEC_DYNAMIC;
     free(start);
@@ -135,7 +135,7 @@ static void beside_make(mk_case *c, const void *arg)
     const expert_arg *a = arg;
     uint32_t T = a->T, start[4] = {0};
     for (uint32_t w = 0; w < 3; w++) start[w + 1] = start[w] + a->n[w];
-    const uint32_t k = start[3], rows = (a->inter + T - 1) / T, sums = case_bulk(c, "router", mk_sums_bytes(a->experts), 3);
+    const uint32_t k = start[3], rows = mk_expert_rows(a->inter, T), sums = case_bulk(c, "router", mk_sums_bytes(a->experts), 3);
     c->prog.vec[sums].flags = MK_VEC_SUMS;
     case_local(c, "route", sizeof(mk_routes));
     case_packet(c, "h", MK_F32, 0, start, 3);
@@ -161,7 +161,7 @@ static void beside_make(mk_case *c, const void *arg)
     case_seal(c, &(case_sizes){.expert = 512 + slice * T * a->experts});
     for (uint64_t s = 0; s < (uint64_t)T * a->experts; s++) {
         const uint32_t t = (uint32_t)(s % T);
-        case_segment(c, c->mem.expert + 512 + s * slice, BF16, 2 * (mk_start(t + 1, a->inter, T) - mk_start(t, a->inter, T)), k, 0, 128, 1.5);
+        case_segment(c, c->mem.expert + 512 + s * slice, BF16, 2 * (mk_expert_start(t + 1, a->inter, T) - mk_expert_start(t, a->inter, T)), k, 0, 128, 1.5);
     }
     router_weights(c);
     for (uint32_t i = 0; i < c->n; i++) {
@@ -197,9 +197,9 @@ static void route_feed(mk_case *c, const void *arg)
 static void up_make(mk_case *c, const void *arg)
 {
     const expert_arg *a = arg;
-    uint32_t bias = router(c, a), T = a->T, rows = (a->inter + T - 1) / T, nseg = 0;
+    uint32_t bias = router(c, a), T = a->T, rows = mk_expert_rows(a->inter, T), nseg = 0;
     for (uint32_t t = 0; t < T && a->wtype == FP8; t++) {
-        uint32_t at = mk_start(t, a->inter, T), need = mk_segments(at % 128, mk_start(t + 1, a->inter, T) - at, 128);
+        uint32_t at = mk_expert_start(t, a->inter, T), need = mk_segments(at % 128, mk_expert_start(t + 1, a->inter, T) - at, 128);
         if (need > nseg) nseg = need;
     }
     case_even(c, "h", MK_F32, 0, a->k, a->k < 132 ? 5 : 132);
@@ -218,7 +218,7 @@ static void up_make(mk_case *c, const void *arg)
     uint64_t slices = (stride * (a->experts - 1) + slice * T) / slice;
     case_seal(c, &(case_sizes){.expert = 512 + slices * slice});
     for (uint64_t s = 0; s < slices; s++) {
-        uint32_t t = (uint32_t)(s % T), n = a->alias ? rows : mk_start(t + 1, a->inter, T) - mk_start(t, a->inter, T);
+        uint32_t t = (uint32_t)(s % T), n = a->alias ? rows : mk_expert_start(t + 1, a->inter, T) - mk_expert_start(t, a->inter, T);
         case_segment(c, c->mem.expert + 512 + s * slice, a->wtype, 2 * n, a->k, 2 * nseg, 128, 1.5);
     }
 }
@@ -300,6 +300,7 @@ const case_spec expert_cases[] = {
     {"ROUTE", "64 experts, many ties", R(.experts = 64, .topk = 6, .ties = 1, .score = MK_SCORE_SIGMOID, .renorm = 1)},
     {"ROUTE", "1024 experts, softmax, top 16", R(.experts = 1024, .topk = 16, SOFT)},
     {"EXPERT_UP", "fp8 7 experts, k 128, inter 40 in 4", U(.experts = 7, .topk = 3, SIG, .wtype = FP8, .k = 128, .inter = 40, .T = 4)},
+    {"EXPERT_UP", "fp8 7 experts, k 128, inter 48 in 29", U(.experts = 7, .topk = 3, SIG, .wtype = FP8, .k = 128, .inter = 48, .T = 29)},
     {"EXPERT_UP", "fp8 12 experts, k 200, inter 300 in 5", U(.experts = 12, .topk = 4, SIG, .wtype = FP8, .k = 200, .inter = 300, .T = 5)},
     {"EXPERT_UP", "fp8 256 experts, k 2304, inter 1024 in 17", U(.experts = 256, .topk = 8, SIG, .wtype = FP8, .k = 2304, .inter = 1024, .T = 17, .alias = 1)},
     {"EXPERT_UP", "fp8 512 experts, k 2048, inter 512 in 14", U(.experts = 512, .topk = 10, SOFT, .wtype = FP8, .k = 2048, .inter = 512, .T = 14, .alias = 1)},
@@ -309,6 +310,7 @@ const case_spec expert_cases[] = {
     {"EXPERT_UP", "fp8 64 experts, inter 300 in 22, 132 workers", UW(132, .experts = 64, .topk = 6, SIG, .wtype = FP8, .k = 256, .inter = 300, .T = 22)},
     {"EXPERT_UP", "fp8 16 experts, inter 150 in 19, 7 workers", UW(7, .experts = 16, .topk = 4, SIG, .wtype = FP8, .k = 128, .inter = 150, .T = 19)},
     {"EXPERT_DOWN", "fp8 7 experts, inter 40, 5|6|7 rows", D(.experts = 7, .topk = 3, SIG, .wtype = FP8, .k = 40, .T = 4, .n = {5, 6, 7}, .row0 = 120)},
+    {"EXPERT_DOWN", "fp8 7 experts, inter 48 in 29, 5|6|7 rows", D(.experts = 7, .topk = 3, SIG, .wtype = FP8, .k = 48, .T = 29, .n = {5, 6, 7}, .row0 = 120)},
     {"EXPERT_DOWN", "fp8 12 experts, inter 300, 1|2|127, local", D(.experts = 12, .topk = 4, SIG, .wtype = FP8, .k = 300, .T = 5, .n = {1, 2, 127}, .row0 = 126, .local = 1)},
     {"EXPERT_DOWN", "fp8 256 experts, inter 1024, 17|18|17, local", D(.experts = 256, .topk = 8, SIG, .wtype = FP8, .k = 1024, .T = 17, .n = {17, 18, 17}, .row0 = 115, .local = 1, .alias = 1)},
     {"EXPERT_DOWN", "fp8 512 experts, inter 512, 15|16|16", D(.experts = 512, .topk = 10, SOFT, .wtype = FP8, .k = 512, .T = 14, .n = {15, 16, 16}, .row0 = 120, .alias = 1)},

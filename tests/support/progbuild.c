@@ -305,7 +305,7 @@ static void moe_layer(builder *b, uint32_t layer, uint32_t norm, int shared)
         d.epilogue = MK_EPI_SILU, d.out = V(b, "shared"), d.out_pub = sp;
         emit_gemvs(b, &d);
     }
-    uint32_t rows = (INTER + T - 1) / T, dn_rows = (HIDDEN + A - 1) / A;
+    uint32_t rows = mk_expert_rows(INTER, T), dn_rows = (HIDDEN + A - 1) / A;
     uint64_t us = mk_segment_bytes(MK_W_FP8, 2 * rows, HIDDEN, 2, 128), ds = mk_segment_bytes(MK_W_FP8, dn_rows, INTER, 1, 128);
     uint64_t ub = b->p->info.expert_bytes, db = ub + us * T * EXPERTS;
     b->p->info.expert_bytes = db + ds * A * EXPERTS;
@@ -372,7 +372,7 @@ static void vectors(builder *b, const pb_config *c, const char *layers)
         mk_program *p = b->p;
         uint32_t u = packet(b, "u", act, TOPK * INTER, TOPK * T);
         p->vec[u].flags = MK_VEC_DYNAMIC;
-        for (uint32_t s = 0; s < TOPK * T; s++) p->start[p->vec[u].start_index + s] = s / T * INTER + mk_start(s % T, INTER, T);
+        for (uint32_t s = 0; s < TOPK * T; s++) p->start[p->vec[u].start_index + s] = s / T * INTER + mk_expert_start(s % T, INTER, T);
         p->info.exchange_bytes = p->vec[u].offset;
         pb_place(p, u, TOPK * T);
     }
