@@ -302,7 +302,7 @@ int mk_cfg_done(mk_cfg *c, mk_cfg *parent)
 {
     const char *name = NULL;
     json_t *v;
-    if (!c->rc) {
+    if (!c->rc && !(parent && parent->rc)) { /* else the error that there is stands */
         json_object_foreach(c->obj, name, v)
         {
             if (json_is_null(v)) continue;

@@ -52,7 +52,7 @@ void mk_par_set(mk_par *p, uint32_t n, const char *fmt, ...) __attribute__((form
 
 /* ---- what several architectures read and fill alike (host/arch_parts.c, host/arch_rope.c) ---- */
 
-#define MK_MAX_LAYERS 1024u
+#define MK_MAX_LAYERS 511u /* h is published twice a layer, and once before: below MK_EPOCH_STRIDE (isa.h) */
 #define MK_MAX_WIDTH  65536u
 
 /* v, refused when it is no multiple of 16. */

@@ -31,7 +31,7 @@ static void read_mixers(mk_cfg *c, kimi *k)
         n[0] = mk_cfg_ints(&sub, "kda_layers", 1, k->layers, list[0], MK_MAX_LAYERS);
         n[1] = mk_cfg_ints(&sub, "full_attn_layers", 1, k->layers, list[1], MK_MAX_LAYERS);
         heads = mk_cfg_int(&sub, "num_heads", 1, 1024);
-        dim = mk_cfg_int(&sub, "head_dim", 16, 256);
+        dim = mk_cfg_int(&sub, "head_dim", 16, MK_SEGMENT_ROWS); /* a head's gates are a segment each */
         taps = mk_cfg_int(&sub, "short_conv_kernel_size", 2, 8);
         have_lists = n[0] + n[1] > 0;
         for (int full = 0; !sub.rc && full < 2; full++)
@@ -51,7 +51,7 @@ static void read_mixers(mk_cfg *c, kimi *k)
         k->full[i] = types[i];
     }
     k->kda_heads = mk_cfg_int_or(c, "linear_num_heads", 1, 1024, heads);
-    k->kda_dim = mk_cfg_16(c, "linear_head_dim", mk_cfg_int_or(c, "linear_head_dim", 16, 256, dim));
+    k->kda_dim = mk_cfg_16(c, "linear_head_dim", mk_cfg_int_or(c, "linear_head_dim", 16, MK_SEGMENT_ROWS, dim));
     k->taps = mk_cfg_int_or(c, "linear_conv_kernel_dim", 2, 8, taps);
     if (!c->rc && have_sub && (k->kda_heads != heads || k->kda_dim != dim || k->taps != taps))
         mk_cfg_fail(c, "linear_attn_config", "(num_heads %u, head_dim %u, short_conv_kernel_size %u) disagrees with linear_num_heads %u, "

@@ -47,6 +47,7 @@ void mk_cfg_sigmoid_moe(mk_cfg *c, const mk_moe_names *n, mk_moe *e, uint32_t *s
     e->topk = mk_cfg_int(c, n->topk, 1, MK_MAX_TOPK);
     e->inter = mk_cfg_16(c, "moe_intermediate_size", mk_cfg_int(c, "moe_intermediate_size", 16, MK_MAX_WIDTH));
     *shared = mk_cfg_int_or(c, n->shared, 0, 64, 0);
+    if (!c->rc && *shared * e->inter > MK_MAX_WIDTH) mk_cfg_fail(c, n->shared, "times moe_intermediate_size is %u, expected at most %u", *shared * e->inter, MK_MAX_WIDTH);
     e->groups = mk_cfg_int_or(c, n->groups, 1, MK_MAX_EXPERT, 1);
     e->topk_groups = mk_cfg_int_or(c, "topk_group", 1, MK_MAX_EXPERT, 1);
     e->renorm = (uint8_t)mk_cfg_bool_or(c, n->renorm, 1);

@@ -191,8 +191,10 @@ static int read_any(mk_cfg *c, mk_model *m, mk_err *err, int moe, int separate)
         mk_cfg_expect(&t, "model_type", moe ? "\"qwen3_5_moe_text\"" : "\"qwen3_5_text\"");
         mk_cfg_expect(&t, "dtype|torch_dtype", "\"bfloat16\"|\"float16\"|\"float32\"");
         for (size_t i = 0; i < sizeof ids / sizeof *ids; i++) {
-            json_t *v = json_object_get(t.obj, ids[i]);
-            if (v && !json_is_null(v) && !json_object_get(c->obj, ids[i])) json_object_set(c->obj, ids[i], v);
+            json_t *v = json_object_get(t.obj, ids[i]), *outer = json_object_get(c->obj, ids[i]);
+            const int inside = v && !json_is_null(v), outside = outer && !json_is_null(outer);
+            if (inside && outside && !json_equal(v, outer)) mk_cfg_fail(&t, ids[i], "differs from the one outside of text_config");
+            if (inside && !outside) json_object_set(c->obj, ids[i], v);
             mk_cfg_ignore(&t, ids[i]);
         }
         mk_cfg_ignore(&t, "initializer_range|use_cache|output_router_logits|router_aux_loss_coef|_name_or_path|transformers_version|"

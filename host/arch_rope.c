@@ -90,7 +90,7 @@ static int begin(mk_cfg *c, mk_cfg *s, mk_rope *r)
 static int type_is(const mk_cfg *s, const char *name)
 {
     const json_t *type = json_object_get(s->obj, "rope_type");
-    if (!type) type = json_object_get(s->obj, "type");
+    if (!type || json_is_null(type)) type = json_object_get(s->obj, "type");
     return json_is_string(type) && !strcmp(json_string_value(type), name);
 }
 

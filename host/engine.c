@@ -57,6 +57,8 @@ static int plan_to_fit(mk_engine *e, const mk_engine_config *cfg, const mk_machi
     uint64_t context = cfg->context ? cfg->context : limit;
     if (cfg->context > limit)
         return mk_fail(err, MK_E_CAPACITY, "context %u is over the model's limit of %u tokens", cfg->context, limit);
+    if (page && context < MK_PAGE)
+        return mk_fail(err, MK_E_CAPACITY, "context %llu%s: expected at least a page of %u tokens", (unsigned long long)context, cfg->context ? "" : " (the model's limit)", MK_PAGE);
     if (!cfg->context && !cfg->kv_tokens && page) {
         uint64_t most = fit / e->slots * MK_PAGE;
         if (most < context) context = most;

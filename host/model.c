@@ -32,7 +32,7 @@ static const mk_arch *find_arch(const char *name)
 static const mk_arch *read_arch(mk_cfg *c, mk_model *m)
 {
     json_t *v = mk_cfg_take(c, "architectures");
-    const char *name = json_is_array(v) ? json_string_value(json_array_get(v, 0)) : NULL;
+    const char *name = json_is_array(v) && json_array_size(v) == 1 ? json_string_value(json_array_get(v, 0)) : NULL;
     const mk_arch *a = name ? find_arch(name) : NULL;
     if (!a) {
         char known[512] = "";
@@ -128,7 +128,7 @@ static int read_generation(const char *path, mk_model *m, mk_err *err)
     double t = mk_cfg_num_or(&c, "temperature", 0, 100, 1), top_p = mk_cfg_num_or(&c, "top_p", 0, 1, 1);
     double min_p = mk_cfg_num_or(&c, "min_p", 0, 1, 0);
     uint32_t top_k = mk_cfg_int_or(&c, "top_k", 0, INT32_MAX, 0);
-    if (!c.rc && top_p <= 0) mk_cfg_fail(&c, "top_p", "is 0, expected more than 0");
+    if (!c.rc && (float)top_p <= 0) mk_cfg_fail(&c, "top_p", "is %g, expected more than 0", top_p);
     if (sample) {
         m->temperature = (float)t;
         m->top_p = (float)top_p;
@@ -539,7 +539,7 @@ static void fold_queries(mk_mla_mixer *a, int fold)
     a->qt.head_stride = a->q_pe.head_stride = a->nope + a->rope;
 }
 
-/* gate and up are one instruction with one weight type. */
+/* gate and up are one instruction with one weight type; all of an expert's matrices have the same. */
 static int check_pair(resolver *r, const mk_mat *gate, const mk_mat *up)
 {
     if (gate->source == MK_SRC_NONE || (gate->wtype == up->wtype && gate->scale_k == up->scale_k)) return MK_OK;
@@ -598,6 +598,7 @@ int mk_model_resolve(mk_model *m, const mk_checkpoint *ck, enum mk_weights_mode 
             r.rc = check_pair(&r, &y->dense.gate, &y->dense.up);
         } else if (y->ffn == MK_FFN_MOE) {
             r.rc = check_pair(&r, &y->moe.gate, &y->moe.up);
+            if (!r.rc) r.rc = check_pair(&r, &y->moe.gate, &y->moe.down);
             if (!r.rc) r.rc = check_pair(&r, &y->moe.shared.gate, &y->moe.shared.up);
         }
     }

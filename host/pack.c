@@ -36,6 +36,7 @@ static int pack_segment(const mk_pack_item *it, uint32_t expert, const mk_checkp
     float *out_scales = (float *)dst;
     uint8_t *out = dst + mk_segment_scale_bytes(it->wtype, k, it->nseg * it->halves, first->scale_k);
     for (uint32_t h = 0; h < it->halves; h++) {
+        if (it->mat[h]->wtype != it->wtype) return mk_fail(err, MK_E_BUG, "packing %s: weights of type %u, expected %u", it->mat[h]->tensor, it->mat[h]->wtype, it->wtype);
         int rc = mk_mat_fetch(ck, it->mat[h], expert, it->row0, it->rows, rows, scales, err);
         if (rc) return rc;
         if (it->wtype == MK_W_FP8)

@@ -99,7 +99,7 @@ uint32_t mk_vec_bulk(mk_builder *b, const char *name, uint64_t bytes, uint32_t s
 
 uint32_t mk_pub(mk_builder *b, uint32_t vec)
 {
-    return b->vec[vec].pubs++;
+    return b->vec ? b->vec[vec].pubs++ : 0; /* none: memory ran out */
 }
 
 /* ---- splitting ------------------------------------------------------------------------------------------------------ */
@@ -486,7 +486,13 @@ void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t
     mk_wait_values(b, in, s->in_vec, s->in_pub, part->in_off, mat->k);
     if (s->epilogue == MK_EPI_ADD || s->epilogue == MK_EPI_GATED) mk_wait_slice(b, in, s->res_vec, s->res_pub, slice);
     if (s->epilogue == MK_EPI_GATED) mk_wait_values(b, in, s->gate_vec, s->gate_pub, 0, 1);
-    mk_signal(in, s->out_vec, s->out_pub, b->vec[s->out_vec].scope == MK_PACKET ? slice : 0);
+    const mk_vec *out = &b->vec[s->out_vec];
+    const uint32_t *start = b->start + out->start_index + slice;
+    if (!b->failed && out->scope == MK_PACKET && (slice >= out->nslice || start[1] - start[0] != rows)) {
+        mk_fail(b->err, MK_E_MODEL, "tensor %s: its layer's rows are cut otherwise than those of layers before, whose weights are of other types; pass --weights fp8 or bf16", mat->tensor);
+        b->failed = 1;
+    }
+    mk_signal(in, s->out_vec, s->out_pub, out->scope == MK_PACKET ? slice : 0);
     in->tape_bytes = (uint32_t)mk_segment_bytes(g->wtype, rows * halves, g->k, (uint32_t)g->nseg * halves, g->scale_k);
     if (q->n > 1) {
         const mk_insn *prev = in - 1;
@@ -684,9 +690,9 @@ int mk_plan_make(const mk_model *m, const mk_plan_config *cfg, mk_plan **out, mk
     free(b.load);
     free(b.vec);
     free(b.start);
-    if (b.failed) {
+    if (b.failed) { /* all say why but those whose memory ran out */
         mk_plan_destroy(&plan);
-        return err ? err->code : MK_E_BUG;
+        return err && err->code ? err->code : mk_fail(err, MK_E_CAPACITY, "planner: out of memory");
     }
     *out = plan;
     return MK_OK;

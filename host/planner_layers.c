@@ -324,10 +324,14 @@ static uint32_t expert_slices(mk_builder *b, uint32_t k, uint32_t inter)
     uint32_t W = b->cfg->workers, lo = (W + k - 1) / k, best = 0, hi = 4 * W / k + 1, half = MK_SEGMENT_ROWS / 2;
     double best_load = INFINITY;
     uint32_t *load = calloc(W, sizeof *load);
+    if (!load) {
+        b->failed = 1;
+        return 1;
+    }
     if (lo < (inter + half - 1) / half) lo = (inter + half - 1) / half;
     if (hi < lo) hi = lo;
     if (hi > inter) hi = inter;
-    for (uint32_t T = lo; load && T <= hi; T++) {
+    for (uint32_t T = lo; T <= hi; T++) {
         double l = busiest(k, T, inter, W, load);
         if (l < best_load * 0.995) {
             best_load = l;

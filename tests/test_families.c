@@ -445,6 +445,17 @@ static void qwen_dimensions(void **state)
     assert_string_equal(m->layer[0].delta.k.tensor, "model.layers.0.linear_attn.in_proj_qkv.weight");
     assert_true(m->layer[0].delta.v.head_off == 4096 && m->layer[0].delta.v.head_stride == 8192);
     mk_model_destroy(&m);
+    char *dir = mk_tmp_dir(), *to = mk_tmp_path(dir, "config.json");
+    size_t n;
+    char *text = mk_tmp_read(CONFIGS "qwen3.6-35b-a3b-fp8/config.json", &n);
+    mk_tmp_write(to, text, n);
+    mk_edit_json(dir, "config.json", "eos_token_id", "null"); /* as if it were not there */
+    m = read_ok(to);
+    assert_true(m->n_stop == 1 && m->stop[0] == 248044);
+    mk_model_destroy(&m);
+    free(text);
+    free(to);
+    mk_tmp_remove(&dir);
 }
 
 static void refused(void **state)
@@ -461,6 +472,12 @@ static void refused(void **state)
         {"llama-3.2-1b", "rope_scaling.factor", NULL, "rope_scaling.factor is missing"},
         {"llama-3.2-1b", "rope_scaling.high_freq_factor", "0.5", "rope_scaling.high_freq_factor is 0.5, expected more than"},
         {"llama-3.2-1b", "rope_theta", NULL, "rope_theta is missing"},
+        {"llama-3.2-1b", "rope_scaling", "{\"rope_type\":null,\"type\":\"llama3\"}", "rope_scaling.factor is missing"},
+        {"llama-3.2-1b", "rope_parameters", "{\"rope_type\":\"default\"}", "rope_parameters and rope_scaling: expected one of them"},
+        {"llama-3.2-1b", "num_hidden_layers", "512", "num_hidden_layers is 512, expected an integer in 1..511"},
+        {"llama-3.2-1b", "architectures", "[\"LlamaForCausalLM\",\"Foo\"]", "architectures is [\"LlamaForCausalLM\",\"Foo\"], supported: "},
+        {"glm-4.7-flash", "n_shared_experts", "64", "n_shared_experts times moe_intermediate_size is 98304, expected at most 65536"},
+        {"qwen3.6-35b-a3b-fp8", "eos_token_id", "7", "text_config.eos_token_id differs from the one outside of text_config"},
         {"llama-3.2-1b", "num_key_value_heads", "5", "num_key_value_heads is 5, expected a divisor"},
         {"llama-3.2-1b", "sliding_window", "4096", "sliding_window is 4096, supported: null"},
         {"llama-3.2-1b", "head_dim", "72", "head_dim is 72, expected a multiple of 16"},

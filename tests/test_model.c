@@ -11,6 +11,7 @@
 #include <cmocka.h>
 
 #include "host/checkpoint.h"
+#include "host/planner.h"
 #include "tests/support/edit.h"
 #include "tests/support/tmp.h"
 
@@ -232,7 +233,7 @@ static void refused_by_name(void **s)
         {"num_nextn_predict_layers", "9", "num_nextn_predict_layers is 9"},
         {"linear_attn_config", NULL, "linear_attn_config is missing"},
         {"linear_attn_config", "[]", "linear_attn_config is [], expected an object"},
-        {"linear_attn_config.head_dim", "512", "linear_attn_config.head_dim is 512, expected an integer in 16..256"},
+        {"linear_attn_config.head_dim", "512", "linear_attn_config.head_dim is 512, expected an integer in 16..128"},
         {"linear_attn_config.head_dim", "72", "linear_head_dim is 72, expected a multiple of 16"},
         {"linear_attn_config.short_conv_kernel_size", "1", "linear_attn_config.short_conv_kernel_size is 1, expected an integer in 2..8"},
         {"linear_attn_config.kda_layers", "[0]", "linear_attn_config.kda_layers is 0"},
@@ -342,6 +343,7 @@ static void generation(void **s)
         {"{\"temperature\":-1}", "temperature is -1, expected a number in 0..100", 0, 0, 0, 0, 0, 0},
         {"{\"top_p\":1.5}", "top_p is 1.5", 0, 0, 0, 0, 0, 0},
         {"{\"top_p\":0.0}", "top_p is 0, expected more than 0", 0, 0, 0, 0, 0, 0},
+        {"{\"top_p\":1e-60}", "top_p is 1e-60, expected more than 0", 0, 0, 0, 0, 0, 0},
         {"{\"top_k\":-1}", "top_k is -1", 0, 0, 0, 0, 0, 0},
         {"{\"eos_token_id\":[163840]}", "eos_token_id is 163840", 0, 0, 0, 0, 0, 0},
         {"{\"do_sample\":1}", "do_sample is 1, expected true or false", 0, 0, 0, 0, 0, 0},
@@ -452,8 +454,8 @@ static void apply(void *arg, mk_edit_tensor *t)
         return;
     }
     char *at = strstr(t->name, c->name);
-    int scale = strstr(t->name, "_scale_inv") && !strstr(c->name, "_scale_inv"); /* only renamed along with its tensor */
-    if (!at || (scale && strcmp(c->how, "replace"))) return;
+    int scale = strstr(t->name, "_scale_inv") && !strstr(c->name, "_scale_inv"); /* only renamed along with its tensor, or dropped where that is in BF16 */
+    if (!at || (scale && strcmp(c->how, "replace") && strcmp(c->how, "bf16"))) return;
     c->hits++;
     if (!strcmp(c->how, "drop")) t->drop = 1;
     if (!strcmp(c->how, "replace")) {
@@ -470,6 +472,7 @@ static void apply(void *arg, mk_edit_tensor *t)
         t->changed = 1;
     }
     if (!strcmp(c->how, "f32")) t->dtype = MK_ST_F32;
+    if (!strcmp(c->how, "bf16")) scale ? (void)(t->drop = 1) : (void)(t->dtype = MK_ST_BF16);
     if (!strcmp(c->how, "third")) t->dtype = MK_ST_F32, t->v[5] = 1.0f / 3, t->changed = 1;
     if (!strcmp(c->how, "nan")) t->v[5] = NAN, t->changed = 1;
 }
@@ -488,6 +491,8 @@ static void tensors(void **s)
          "its scales model.layers.0.self_attn.q_proj.weight_scale_inv are missing"},
         {{"experts.7.w2.weight", "drop", "", 0}, MK_ST_BF16, NULL, NULL, "tensor model.layers.1.block_sparse_moe.experts.7.w2.weight is missing"},
         {{"experts.3.w1.weight", "f32", "", 0}, MK_ST_BF16, NULL, NULL, "tensor model.layers.1.block_sparse_moe.experts.3.w1.weight has another dtype"},
+        {{".w2.weight", "bf16", "", 0}, MK_ST_F8_E4M3, NULL, NULL, "experts.%u.w2.weight: one is FP8, the other is not; pass --weights fp8 or bf16"},
+        {{"layers.1.self_attn.g_a_proj", "bf16", "", 0}, MK_ST_F8_E4M3, NULL, NULL, NULL},
         {{"layers.1.input_layernorm", "drop", "", 0}, MK_ST_BF16, NULL, NULL, "tensor model.layers.1.input_layernorm.weight is missing, expected 144 values"},
         {{"lm_head", "drop", "", 0}, MK_ST_BF16, NULL, NULL, "tensor lm_head.weight is missing"},
         {{"lm_head", "drop", "", 0}, MK_ST_BF16, "tie_word_embeddings", "true", NULL},
@@ -525,6 +530,28 @@ static void tensors(void **s)
         if (rc) assert_int_equal(rc, MK_E_MODEL);
         mk_tmp_remove(&d);
     }
+}
+
+/* Layers whose weights are of different types share vectors; where that would cut them differently it is said. */
+static void types_by_layer(void **s)
+{
+    (void)s;
+    char *d = mk_tmp_dir();
+    change c = {"layers.1.self_attn.g_a_proj", "bf16", "", 0};
+    assert_int_equal(mk_edit_checkpoint(TINY, d, MK_ST_F8_E4M3, apply, &c, &err), MK_OK);
+    for (int bf16 = 0; bf16 < 2; bf16++) {
+        mk_model *m;
+        mk_checkpoint *ck;
+        mk_plan *plan = NULL;
+        assert_int_equal(resolve(d, bf16 ? MK_WEIGHTS_BF16 : MK_WEIGHTS_AUTO, &m, &ck), MK_OK);
+        int rc = mk_plan_make(m, &(mk_plan_config){.workers = 3, .max_context = 64, .kv_pages = 1, .state_slots = 1}, &plan, &err);
+        if (bf16 ? rc : rc != MK_E_MODEL || !strstr(err.msg, ".weight: its layer's rows are cut otherwise than those of layers before"))
+            fail_msg("%s: %d \"%s\"", bf16 ? "bf16" : "as stored", rc, err.msg);
+        mk_plan_destroy(&plan);
+        mk_checkpoint_close(&ck);
+        mk_model_destroy(&m);
+    }
+    mk_tmp_remove(&d);
 }
 
 /* Layers that only draft are skipped when config.json announces them, and refused otherwise. */
@@ -605,6 +632,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(generation, setup, teardown),
         cmocka_unit_test(every_variant),
         cmocka_unit_test(tensors),
+        cmocka_unit_test(types_by_layer),
         cmocka_unit_test(draft_layers),
         cmocka_unit_test_setup_teardown(mutations, setup, teardown),
     };
