@@ -172,6 +172,11 @@ int main(int argc, char **argv)
     default: break;
     }
     signal(SIGPIPE, SIG_IGN);
+    struct rlimit files; /* a connection takes one, and libzmq ends the process when there are none left */
+    if (!getrlimit(RLIMIT_NOFILE, &files) && files.rlim_cur < files.rlim_max) {
+        files.rlim_cur = files.rlim_max;
+        if (setrlimit(RLIMIT_NOFILE, &files)) mk_log(MK_LOG_WARN, "open files: the limit stays as it is: %s", strerror(errno));
+    }
     rc = run(&o, &err);
     if (rc) mk_log(MK_LOG_ERROR, "%s", err.msg);
     return rc;

@@ -325,13 +325,13 @@ int mk_streams_cancel(mk_streams *s, uint64_t owner, uint64_t id, mk_err *err)
     return MK_OK;
 }
 
-/* A full ring delays the entry to a later poll; closing cannot fail. What runs is cancelled at once, so that nobody waits for it. */
+/* A full ring, or a log that is being rebuilt, which CLOSE would cut, delays the entry to a later poll; closing cannot fail. What runs is cancelled at once, so that nobody waits for it. */
 static void begin_close(mk_streams *s, stream *t, uint64_t tag)
 {
     t->state = SLOT_CLOSING;
     t->close = (request){.tag = s->next_tag++, .user = tag};
     if (t->restart) return; /* closed when its failures have been reported */
-    if (submit(s, t, MK_SUB_CLOSE, 0, t->close.tag, NULL) != MK_OK) {
+    if (t->rebuilding || submit(s, t, MK_SUB_CLOSE, 0, t->close.tag, NULL) != MK_OK) {
         t->close_later = 1;
         s->n_close_later++;
         cancel(s, t);
@@ -369,7 +369,7 @@ static void retry_closes(mk_streams *s)
 {
     for (uint32_t i = 0; i < s->slots && s->n_close_later; i++) {
         stream *t = &s->st[i];
-        if (!t->close_later) continue;
+        if (!t->close_later || t->rebuilding) continue;
         if (submit(s, t, MK_SUB_CLOSE, 0, t->close.tag, NULL) != MK_OK) return;
         t->close_later = 0;
         s->n_close_later--;

@@ -262,7 +262,7 @@ static int on_trace(mk_client_trace *t, const mk_wire_msg *m, mk_err *err)
     }
     const int map = m->h.type == MK_WIRE_TRACE_MAP;
     const uint64_t first = map ? m->trace_map.first : n * (m->trace_records.step + 1ull) + m->trace_records.first;
-    if (m->h.type == MK_WIRE_TRACED || first != at || !m->n || m->n > n - at % n || map != (at < n))
+    if (m->h.type == MK_WIRE_TRACED || !n || first != at || !m->n || m->n > n - at % n || map != (at < n))
         return mk_fail(err, MK_E_WIRE, "a trace's messages are out of order");
     mk_wire_items(m, map ? (void *)(t->insn + at) : (void *)(t->record + (at - n)), m->n);
     t->got += m->n;

@@ -434,7 +434,7 @@ mk_server *mk_server_new(const mk_server_config *cfg, mk_engine *e, mk_streams *
     }
     v->router = zmq_socket(v->zmq, ZMQ_ROUTER);
     v->pub = zmq_socket(v->zmq, ZMQ_PUB);
-    int64_t cut = MK_WIRE_CUT, small = 4096;
+    int64_t cut = MK_WIRE_CUT, small = 512; /* a handshake with the longest identity; subscriptions are empty */
     if (!v->router || !v->pub || set(v->router, ZMQ_LINGER, 500) || set(v->router, ZMQ_ROUTER_MANDATORY, 1) ||
         set(v->router, ZMQ_SNDHWM, SEND_QUEUE) || zmq_setsockopt(v->router, ZMQ_MAXMSGSIZE, &cut, sizeof cut) ||
         set(v->pub, ZMQ_LINGER, 0) || set(v->pub, ZMQ_SNDHWM, 8) || zmq_setsockopt(v->pub, ZMQ_MAXMSGSIZE, &small, sizeof small)) {

@@ -626,6 +626,33 @@ static void test_restart_cancel_credits(void **state)
     rig_free(&g);
 }
 
+/* Nor must a close: what runs ends behind the whole log, and then the stream. */
+static void test_restart_close(void **state)
+{
+    (void)state;
+    rig g = rig_new(2, 512, 16);
+    mk_report r[64];
+    uint64_t id = open_ok(&g, 1, 0);
+    append(&g, 1, id, 200, 1);
+    assert_int_equal(settle(&g, r, 64), 1);
+    g.e->hung = 1;
+    assert_int_equal(mk_streams_poll(g.s, r, 64), 0);
+    fake_run(g.e); /* 8 tokens of the log are back */
+    assert_int_equal(generate(&g, 1, id, 7, 2), MK_OK);
+    assert_int_equal(mk_streams_close(g.s, 1, id, 3, &g.err), MK_OK);
+    uint32_t n = settle(&g, r, 64);
+    assert_true(n >= 2);
+    assert_int_equal(r[n - 2].ev.kind, MK_EV_DONE);
+    assert_int_equal(r[n - 2].tag, 2);
+    assert_int_equal(r[n - 2].ev.reason, MK_DONE_CANCELLED);
+    assert_int_equal(r[n - 2].ev.position, 200 + n - 2);
+    assert_int_equal(r[n - 2].prompt_tokens, 200);
+    assert_int_equal(r[n - 1].ev.kind, MK_EV_CLOSED);
+    assert_int_equal(r[n - 1].tag, 3);
+    assert_int_equal(stats(&g).slots_used, 0);
+    rig_free(&g);
+}
+
 /* Little room for reports, little room in the submit ring, a second hang before the first is dealt with. */
 static void test_restart_tight(void **state)
 {
@@ -885,7 +912,7 @@ int main(void)
         cmocka_unit_test(test_ring_full),             cmocka_unit_test(test_logprobs),
         cmocka_unit_test(test_cancel_all),            cmocka_unit_test(test_restart_generation),
         cmocka_unit_test(test_restart_appends),       cmocka_unit_test(test_restart_others),
-        cmocka_unit_test(test_restart_cancel_credits), cmocka_unit_test(test_restart_tight),
+        cmocka_unit_test(test_restart_cancel_credits), cmocka_unit_test(test_restart_close), cmocka_unit_test(test_restart_tight),
         cmocka_unit_test(test_pinned),                cmocka_unit_test(test_fuzz),
     };
     return cmocka_run_group_tests_name("streams", tests, NULL, NULL);
