@@ -61,10 +61,16 @@ MK_SCHED_FN void mk_sched_release(void)
 {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
-/* From here on the entry may be overwritten. */
-MK_SCHED_FN void mk_sched_taken(void)
+/* From here on the entry before `next` may be overwritten. */
+MK_SCHED_FN void mk_sched_taken(uint32_t *submit_next, uint32_t next)
 {
     asm volatile("" ::: "memory");
+    *submit_next = next;
+}
+/* On the twin another thread looks at it. */
+MK_SCHED_FN void mk_sched_stall(uint32_t *stalled, uint32_t is)
+{
+    *stalled = is;
 }
 /* Packets on their way to the host: nobody waits for them. */
 MK_SCHED_FN void mk_event_store(mk_event *to, const mk_event *e)
@@ -90,7 +96,14 @@ MK_SCHED_FN uint32_t mk_log_load(const uint32_t *p)
 }
 MK_SCHED_FN void mk_sched_acquire(void) {}
 MK_SCHED_FN void mk_sched_release(void) {}
-MK_SCHED_FN void mk_sched_taken(void) {}
+MK_SCHED_FN void mk_sched_taken(uint32_t *submit_next, uint32_t next)
+{
+    __atomic_store_n(submit_next, next, __ATOMIC_RELEASE);
+}
+MK_SCHED_FN void mk_sched_stall(uint32_t *stalled, uint32_t is)
+{
+    __atomic_store_n(stalled, is, __ATOMIC_RELAXED);
+}
 MK_SCHED_FN void mk_event_store(mk_event *to, const mk_event *e)
 {
     uint32_t *q = (uint32_t *)to;
@@ -411,8 +424,7 @@ MK_SCHED_CALL uint32_t mk_sched_take(mk_sched *s, uint32_t told, uint64_t now)
     } else if (!mk_sched_take_other(s, e, there, now)) {
         return 0;
     }
-    mk_sched_taken();
-    s->submit_next = next + 1;
+    mk_sched_taken(&s->submit_next, next + 1);
     return 1;
 }
 
@@ -584,7 +596,8 @@ MK_SCHED_FN void mk_sched_follow(mk_sched *s, uint32_t token, float logprob, uin
     t->left--;
     mk_sched_emit(s, slot, MK_EV_TOKEN, t->last_pos, token, logprob, 0, t->produced, t->gen_tag, now);
     s->step++;
-    s->stalled = s->in_log = 0;
+    s->in_log = 0;
+    mk_sched_stall(&s->stalled, 0);
     if (s->trace_steps && s->trace_at == s->trace_steps) mk_sched_traced(s, now);
     mk_sched_next_step(s, s->step, token, &s->next);
     t->pin_count += t->pin != 0;
@@ -599,7 +612,8 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
     d->nrows = 0;
     d->any_logits = 0;
     d->trace = 0;
-    s->stalled = s->in_log = 0;
+    s->in_log = 0;
+    mk_sched_stall(&s->stalled, 0);
 #ifndef __CUDA_ARCH__
     mk_sched_look(s);
 #endif
@@ -607,7 +621,7 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
     MK_SCHED_LOOP
     while (s->submitted != s->submit_next) {
         if (mk_sched_event_room(s) < per) {
-            s->stalled = 1;
+            mk_sched_stall(&s->stalled, 1);
             return;
         }
         if (!mk_sched_take(s, 0, now)) break;
@@ -621,13 +635,13 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
         uint32_t i = s->active[k];
         if (!mk_look_load(&s->st[i].cancel) || !(s->st[i].gen || s->st[i].n_append)) continue;
         if (mk_sched_event_room(s) < per) {
-            s->stalled = 1;
+            mk_sched_stall(&s->stalled, 1);
             return;
         }
         mk_sched_cancel(s, i, now);
     }
     const uint32_t room = mk_sched_event_room(s), rows = room >= MK_MAX_ROWS * per ? MK_MAX_ROWS : room / per;
-    if (rows < MK_MAX_ROWS) s->stalled = 1;
+    if (rows < MK_MAX_ROWS) mk_sched_stall(&s->stalled, 1);
     /* generating streams */
     uint32_t a = s->rr < n_active ? s->rr : 0, last = a; /* the next one to have a row */
     MK_SCHED_LOOP
