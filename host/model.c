@@ -540,10 +540,10 @@ static void fold_queries(mk_mla_mixer *a, int fold)
 }
 
 /* gate and up are one instruction with one weight type; all of an expert's matrices have the same. */
-static int check_pair(resolver *r, const mk_mat *gate, const mk_mat *up)
+static int check_pair(resolver *r, const mk_mat *a, const mk_mat *b)
 {
-    if (gate->source == MK_SRC_NONE || (gate->wtype == up->wtype && gate->scale_k == up->scale_k)) return MK_OK;
-    return mk_fail(r->err, MK_E_MODEL, "tensors %s and %s: one is FP8, the other is not; pass --weights fp8 or bf16", gate->tensor, up->tensor);
+    if (a->source == MK_SRC_NONE || (a->wtype == b->wtype && a->scale_k == b->scale_k)) return MK_OK;
+    return mk_fail(r->err, MK_E_MODEL, "tensors %s and %s: one is FP8, the other is not; pass --weights fp8 or bf16", a->tensor, b->tensor);
 }
 
 static int is_skipped(const resolver *r, const char *name)

@@ -6,7 +6,7 @@
 #include <string.h>
 #include <stdio.h>
 
-static void fail_memory(mk_builder *b)
+void mk_fail_memory(mk_builder *b)
 {
     if (!b->failed) mk_fail(b->err, MK_E_CAPACITY, "planner: out of memory");
     b->failed = 1;
@@ -19,7 +19,7 @@ static int grow(mk_builder *b, void **array, uint32_t n, uint32_t *cap, size_t s
     uint32_t want = *cap ? *cap * 2 : 64;
     void *p = realloc(*array, want * size);
     if (!p) {
-        fail_memory(b);
+        mk_fail_memory(b);
         return 0;
     }
     *array = p;
@@ -322,7 +322,7 @@ void mk_split(mk_builder *b, const mk_part *const *parts, const uint32_t *n_part
     memset(cut, 0, cuts * sizeof *cut);
     b->why = NULL;
     if (!s.own || !s.whole || !s.even || !s.list || !s.mark || !s.load) {
-        fail_memory(b);
+        mk_fail_memory(b);
     } else {
         int whole, whole_even;
         double best = split_best(b, parts, n_parts, groups, 0, &s, cut, &whole);
@@ -376,7 +376,7 @@ uint32_t mk_vec_split(mk_builder *b, const char *name, uint32_t dtype, const mk_
     /* pieces: one a worker and part boundary, and one more for every half limit of rows */
     struct starts s = {calloc(b->cfg->workers + n_parts + 2 + rows / (MK_SEGMENT_ROWS / 4), sizeof *s.v), 0};
     if (!s.v) {
-        fail_memory(b);
+        mk_fail_memory(b);
         return 0;
     }
     mk_each_piece(b, parts, n_parts, cut, add_start, &s);
@@ -446,7 +446,7 @@ void mk_pack_push(mk_builder *b, const mk_pack_item *it)
     if ((p->n_item & (p->n_item + 1)) == 0 || p->n_item == 0) { /* sizes 2^n - 1: grow by doubling */
         mk_pack_item *a = realloc(p->item, (2 * p->n_item + 2) * sizeof *a);
         if (!a) {
-            fail_memory(b);
+            mk_fail_memory(b);
             return;
         }
         p->item = a;
@@ -487,8 +487,8 @@ void mk_emit_gemv_piece(mk_builder *b, uint32_t w, const mk_part *part, uint32_t
     if (s->epilogue == MK_EPI_ADD || s->epilogue == MK_EPI_GATED) mk_wait_slice(b, in, s->res_vec, s->res_pub, slice);
     if (s->epilogue == MK_EPI_GATED) mk_wait_values(b, in, s->gate_vec, s->gate_pub, 0, 1);
     const mk_vec *out = &b->vec[s->out_vec];
-    const uint32_t *start = b->start + out->start_index + slice;
-    if (!b->failed && out->scope == MK_PACKET && (slice >= out->nslice || start[1] - start[0] != rows)) {
+    const uint32_t at = out->start_index + slice;
+    if (!b->failed && out->scope == MK_PACKET && (slice >= out->nslice || b->start[at + 1] - b->start[at] != rows)) {
         mk_fail(b->err, MK_E_MODEL, "tensor %s: its layer's rows are cut otherwise than those of layers before, whose weights are of other types; pass --weights fp8 or bf16", mat->tensor);
         b->failed = 1;
     }
@@ -573,7 +573,7 @@ void mk_phase_end(mk_builder *b, const char *name, uint32_t layer, const char *r
     mk_plan *p = b->plan;
     mk_phase *a = realloc(p->phase, (p->n_phase + 1) * sizeof *a);
     if (!a) {
-        fail_memory(b);
+        mk_fail_memory(b);
         return;
     }
     p->phase = a;
@@ -668,10 +668,10 @@ int mk_plan_make(const mk_model *m, const mk_plan_config *cfg, mk_plan **out, mk
     b.queue = calloc(cfg->workers, sizeof *b.queue);
     b.load = calloc(cfg->workers, sizeof *b.load);
     if (!plan || !b.queue || !b.load)
-        fail_memory(&b);
+        mk_fail_memory(&b);
     else
         mk_plan_layers(&b);
-    if (!b.failed && !assemble(&b)) fail_memory(&b);
+    if (!b.failed && !assemble(&b)) mk_fail_memory(&b);
     if (!b.failed) {
         mk_program_info *i = &plan->prog->info;
         uint32_t widest = 0, act = mk_act_bytes(&b);
@@ -690,9 +690,9 @@ int mk_plan_make(const mk_model *m, const mk_plan_config *cfg, mk_plan **out, mk
     free(b.load);
     free(b.vec);
     free(b.start);
-    if (b.failed) { /* all say why but those whose memory ran out */
+    if (b.failed) {
         mk_plan_destroy(&plan);
-        return err && err->code ? err->code : mk_fail(err, MK_E_CAPACITY, "planner: out of memory");
+        return err ? err->code : MK_E_BUG;
     }
     *out = plan;
     return MK_OK;

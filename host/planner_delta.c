@@ -82,7 +82,7 @@ void mk_plan_delta(mk_builder *b, mk_roles *R, uint32_t layer)
         uint32_t *st = calloc(items + 1, sizeof *st);
         for (uint32_t i = 0; st && i <= items; i++) st[i] = i * dv;
         if (st) R->o = mk_vec_packet(b, "o", mk_act(b), 1, 0, st, items);
-        else b->failed = 1;
+        else mk_fail_memory(b);
         free(st);
     }
 

@@ -73,7 +73,7 @@ void mk_plan_gqa(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_index)
         R->gqa = a;
         uint32_t *st = calloc(items + 1, sizeof *st);
         if (!st) {
-            b->failed = 1;
+            mk_fail_memory(b);
             return;
         }
         for (uint32_t i = 0; i <= items; i++) st[i] = i * cw;

@@ -30,6 +30,9 @@ typedef struct mk_builder {
     int failed;
 } mk_builder;
 
+/* Memory ran out; an error before it stands. */
+void mk_fail_memory(mk_builder *b);
+
 /* Part of a matrix (or of a gate/up pair) that a phase computes: rows [row0, row0 + rows) with input [in_off, in_off + k). */
 typedef struct mk_part {
     const mk_mat *mat, *up; /* up: the second half of a SILU pair, or NULL */

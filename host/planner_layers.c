@@ -43,7 +43,7 @@ static struct pieces pieces_of(mk_builder *b, const mk_part *part, const uint32_
     if (p.v)
         mk_each_piece(b, part, 1, cut, add_piece, &p);
     else
-        b->failed = 1;
+        mk_fail_memory(b);
     return p;
 }
 
@@ -136,7 +136,7 @@ static void mla_layer(mk_builder *b, mk_roles *R, uint32_t layer, uint32_t kv_in
     uint32_t *st = calloc(items + 1, sizeof *st);
     uint32_t *cut = R->cut[0], *cut_q = R->cut[2], *cut_k = calloc(2 * (W + 1), sizeof *cut_k), *cut_v = calloc(W + 1, sizeof *cut_v);
     if (!uk || !uv || !st || !cut_k || !cut_v) {
-        b->failed = 1;
+        mk_fail_memory(b);
         goto done;
     }
     for (uint32_t h = 0; h < heads; h++) {
@@ -325,7 +325,7 @@ static uint32_t expert_slices(mk_builder *b, uint32_t k, uint32_t inter)
     double best_load = INFINITY;
     uint32_t *load = calloc(W, sizeof *load);
     if (!load) {
-        b->failed = 1;
+        mk_fail_memory(b);
         return 1;
     }
     if (lo < (inter + half - 1) / half) lo = (inter + half - 1) / half;
@@ -404,7 +404,7 @@ static void moe_layer(mk_builder *b, mk_roles *R, uint32_t layer)
         }
         uint32_t *st = calloc((size_t)m->topk * R->T + 1, sizeof *st);
         if (!st) {
-            b->failed = 1;
+            mk_fail_memory(b);
             return;
         }
         for (uint32_t j = 0; j < m->topk; j++)
@@ -552,7 +552,7 @@ static void head_and_sample(mk_builder *b, mk_roles *R)
     struct pieces pc = pieces_of(b, &p, cut);
     uint32_t *st = calloc(pc.n + 1, sizeof *st);
     if (!st || b->failed) {
-        b->failed = 1;
+        mk_fail_memory(b);
         free(pc.v);
         free(st);
         return;
@@ -607,7 +607,7 @@ void mk_plan_layers(mk_builder *b)
     uint32_t W = b->cfg->workers, kv_index = 0;
     uint32_t *mem = calloc((size_t)6 * (W + 1), sizeof *mem);
     if (!mem) {
-        b->failed = 1;
+        mk_fail_memory(b);
         return;
     }
     R.h_cut = mem;

@@ -537,6 +537,12 @@ def line_of(name, digest, who):
     return " ".join([name, digest] + ranges) + "\n" if ranges else ""
 
 
+def lines_of(k, models, known):
+    """A profile's lines: functions in the order of `known`, others behind."""
+    for first, end, name in sorted(k.functions, key=lambda f: known.index(f[2]) if f[2] in known else len(known)):
+        yield line_of(name, k.code.digest(first, end), models[first:end])
+
+
 def marked(file, models, pages):
     """Who executes each instruction, now that the steps of some bits have these pages."""
     for bit, page in pages:
@@ -557,12 +563,9 @@ def renew(file, path, pages):
     if not {bit for bit, _ in pages} <= bits:
         raise Refused("%s: expected bits of %s, found %s" % (path, sorted(bits), sorted(bit for bit, _ in pages)))
     models = marked(file, models, pages)
-    place = {name: (first, end) for first, end, name in k.functions}
     with open(path, "w") as f:
         f.writelines("#" + line for line in head)
-        for name in [*(name for name in profile if name in place), *(name for name in place if name not in profile)]:
-            first, end = place[name]
-            f.write(line_of(name, k.code.digest(first, end), models[first:end]))
+        f.writelines(lines_of(k, models, list(profile)))
 
 
 def learn(file, path, pages, beside):
@@ -584,8 +587,7 @@ def learn(file, path, pages, beside):
         if beside:
             f.write("%s%s\n" % (STEPS, names(beside)))
         f.writelines(ORDER + line for line in orders)
-        for first, end, name in sorted(k.functions, key=lambda f: known.index(f[2]) if f[2] in known else len(known)):
-            f.write(line_of(name, k.code.digest(first, end), models[first:end]))
+        f.writelines(lines_of(k, models, known))
 
 
 def main(argv):

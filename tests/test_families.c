@@ -28,6 +28,19 @@ static mk_model *read_ok(const char *path)
     return m;
 }
 
+/* A published config.json with a field changed (mk_edit_json), in a directory of its own. The path is the caller's. */
+static char *edited(const char *config, const char *field, const char *value, char **dir)
+{
+    char from[256];
+    size_t n;
+    snprintf(from, sizeof from, CONFIGS "%s/config.json", config);
+    char *text = mk_tmp_read(from, &n), *to = mk_tmp_path(*dir = mk_tmp_dir(), "config.json");
+    mk_tmp_write(to, text, n);
+    free(text);
+    mk_edit_json(*dir, "config.json", field, value);
+    return to;
+}
+
 typedef struct planned {
     const char *name;
     enum mk_weights_mode mode;
@@ -445,15 +458,10 @@ static void qwen_dimensions(void **state)
     assert_string_equal(m->layer[0].delta.k.tensor, "model.layers.0.linear_attn.in_proj_qkv.weight");
     assert_true(m->layer[0].delta.v.head_off == 4096 && m->layer[0].delta.v.head_stride == 8192);
     mk_model_destroy(&m);
-    char *dir = mk_tmp_dir(), *to = mk_tmp_path(dir, "config.json");
-    size_t n;
-    char *text = mk_tmp_read(CONFIGS "qwen3.6-35b-a3b-fp8/config.json", &n);
-    mk_tmp_write(to, text, n);
-    mk_edit_json(dir, "config.json", "eos_token_id", "null"); /* as if it were not there */
+    char *dir, *to = edited("qwen3.6-35b-a3b-fp8", "eos_token_id", "null", &dir); /* as if it were not there */
     m = read_ok(to);
     assert_true(m->n_stop == 1 && m->stop[0] == 248044);
     mk_model_destroy(&m);
-    free(text);
     free(to);
     mk_tmp_remove(&dir);
 }
@@ -502,18 +510,12 @@ static void refused(void **state)
         {"qwen3.5-9b", "text_config.num_experts", "8", "text_config.\"num_experts\": unknown field"},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        char from[256], *dir = mk_tmp_dir(), *to = mk_tmp_path(dir, "config.json");
-        snprintf(from, sizeof from, CONFIGS "%s/config.json", all[i].config);
-        size_t n;
-        char *text = mk_tmp_read(from, &n);
-        mk_tmp_write(to, text, n);
-        mk_edit_json(dir, "config.json", all[i].field, all[i].value);
+        char *dir, *to = edited(all[i].config, all[i].field, all[i].value, &dir);
         mk_err err = {0};
         mk_model *m = NULL;
         int rc = mk_model_read(to, &m, &err);
         if (rc != MK_E_MODEL || !strstr(err.msg, all[i].what)) fail_msg("%s, %s: expected \"%s\", got %d \"%s\"", all[i].config, all[i].field, all[i].what, rc, err.msg);
         assert_null(m);
-        free(text);
         free(to);
         mk_tmp_remove(&dir);
     }

@@ -594,6 +594,15 @@ static void test_restart_others(void **state)
     rig_free(&g);
 }
 
+/* A relaunch, behind which 8 tokens of a longer log are back. */
+static void begin_rebuild(rig *g)
+{
+    mk_report r[64];
+    g->e->hung = 1;
+    assert_int_equal(mk_streams_poll(g->s, r, 64), 0);
+    fake_run(g->e);
+}
+
 /* A cancel while a stream is rebuilt must not cut its log; credits go on where they were. */
 static void test_restart_cancel_credits(void **state)
 {
@@ -607,9 +616,7 @@ static void test_restart_cancel_credits(void **state)
     append(&g, 1, id, 200, 1);
     generate(&g, 1, id, 7, 2);
     assert_int_equal(settle(&g, r, 64), 1 + 7 + 1);
-    g.e->hung = 1;
-    assert_int_equal(mk_streams_poll(g.s, r, 64), 0);
-    fake_run(g.e); /* 8 tokens of the log are back */
+    begin_rebuild(&g);
     assert_int_equal(generate(&g, 1, id, 7, 3), MK_OK);
     assert_int_equal(mk_streams_cancel(g.s, 1, id, &g.err), MK_OK);
     uint32_t n = settle(&g, r, 64);
@@ -635,9 +642,7 @@ static void test_restart_close(void **state)
     uint64_t id = open_ok(&g, 1, 0);
     append(&g, 1, id, 200, 1);
     assert_int_equal(settle(&g, r, 64), 1);
-    g.e->hung = 1;
-    assert_int_equal(mk_streams_poll(g.s, r, 64), 0);
-    fake_run(g.e); /* 8 tokens of the log are back */
+    begin_rebuild(&g);
     assert_int_equal(generate(&g, 1, id, 7, 2), MK_OK);
     assert_int_equal(mk_streams_close(g.s, 1, id, 3, &g.err), MK_OK);
     uint32_t n = settle(&g, r, 64);
