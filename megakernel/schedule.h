@@ -642,21 +642,30 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
     }
     const uint32_t room = mk_sched_event_room(s), rows = room >= MK_MAX_ROWS * per ? MK_MAX_ROWS : room / per;
     if (rows < MK_MAX_ROWS) mk_sched_stall(&s->stalled, 1);
-    /* generating streams */
-    uint32_t a = s->rr < n_active ? s->rr : 0, last = a; /* the next one to have a row */
+    /* a prompt that waits has a row of the step, however many streams generate */
+    uint32_t most = rows;
     MK_SCHED_LOOP
-    for (uint32_t k = 0; k < n_active && d->nrows < rows; k++) {
-        const uint32_t i = s->active[a];
+    for (uint32_t k = 0; k < n_active; k++) {
+        const mk_sched_slot *t = &s->st[s->active[k]];
+        if (t->pos + 1 < t->len && most == rows && rows > 1) most = rows - 1;
+    }
+    /* generating streams, from the one on that was left out before */
+    uint32_t a = s->rr < n_active ? s->rr : 0, left_out = n_active;
+    MK_SCHED_LOOP
+    for (uint32_t k = 0; k < n_active; k++) {
+        const uint32_t at = a, i = s->active[at];
         const mk_sched_slot *t = &s->st[i];
         const uint32_t pos = t->pos, pin = t->pin;
         a = a + 1 < n_active ? a + 1 : 0;
         if (!t->gen || pos + 1 != t->len || t->published >= mk_look_load64(&t->credits)) continue;
-        if (pin && d->nrows + t->pin_rows > rows) continue;
+        if (d->nrows + (pin ? t->pin_rows : 1) > most) {
+            if (left_out == n_active) left_out = at;
+            continue;
+        }
         mk_sched_row(s, d, i, pos);
         if (pin) mk_sched_pinned(s, d);
-        last = a;
     }
-    if (d->nrows == MK_MAX_ROWS) s->rr = last;
+    if (left_out < n_active) s->rr = left_out;
     /* prompt tokens, oldest stream first; the row of the last one samples when the generation is already waiting */
     MK_SCHED_LOOP
     for (uint32_t k = 0; k < n_active && d->nrows < rows; k++) {

@@ -9,7 +9,8 @@
 #include <cmocka.h>
 #include <stdlib.h>
 
-#define SLOTS   3u
+#define SLOTS   3u  /* that streams by chance have */
+#define MOST    10u /* that there are */
 #define CONTEXT 64u
 #define NOWHERE 0xdeadu /* what the log says where nobody may look */
 
@@ -18,20 +19,20 @@ static struct {
     mk_submit submit[MK_SUBMIT_RING];
     mk_event event[MK_EVENT_RING];
     uint32_t read, put, next;
-    mk_slot slot[SLOTS];
-    uint32_t token[SLOTS * CONTEXT];
-    mk_sched_slot st[SLOTS];
-    mk_sched_rest rest[SLOTS];
-    uint32_t active[SLOTS];
+    mk_slot slot[MOST];
+    uint32_t token[MOST * CONTEXT];
+    mk_sched_slot st[MOST];
+    mk_sched_rest rest[MOST];
+    uint32_t active[MOST];
 } *g;
 
 static int setup(void **state)
 {
     (void)state;
     g = calloc(1, sizeof *g);
-    g->s = (mk_sched){.submit = g->submit, .event = g->event, .event_read = &g->read, .slot = g->slot, .token = g->token, .max_context = CONTEXT, .n_slots = SLOTS,
+    g->s = (mk_sched){.submit = g->submit, .event = g->event, .event_read = &g->read, .slot = g->slot, .token = g->token, .max_context = CONTEXT, .n_slots = MOST,
                       .st = g->st, .rest = g->rest, .active = g->active};
-    for (uint32_t i = 0; i < SLOTS * CONTEXT; i++) g->token[i] = NOWHERE;
+    for (uint32_t i = 0; i < MOST * CONTEXT; i++) g->token[i] = NOWHERE;
     return 0;
 }
 static int teardown(void **state)
@@ -45,7 +46,7 @@ static int teardown(void **state)
 static void put(mk_submit e)
 {
     mk_slot *s = &g->slot[e.slot], was = *s;
-    mk_submit_complete(&e, g->slot, SLOTS);
+    mk_submit_complete(&e, g->slot, MOST);
     mk_submit_put(g->submit, &e, ++g->put);
     memset(s, 0xee, sizeof *s);
     s->generation = was.generation;
@@ -284,6 +285,90 @@ static void pinned(void **state)
     for (uint32_t i = 0; i < 3; i++) assert_true(g->s.next.row[i].token < 1000 && g->s.next.row[i].pos == 29 + i);
 }
 
+/* ---- who has a row -------------------------------------------------------------------------------------------------- */
+
+/* Opens slots 0 to n - 1, each of which generates `tokens` behind the token 100 + its number. */
+static void generating(uint32_t n, uint32_t tokens)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        open_slot(i);
+        append(i, (uint32_t[]){100 + i}, 1, 1);
+        generate(i, tokens);
+    }
+}
+/* How many rows of the composed step are slot i's. */
+static uint32_t rows_of(uint32_t i)
+{
+    uint32_t n = 0;
+    for (uint32_t r = 0; r < g->s.next.nrows; r++) n += g->s.next.row[r].slot == i;
+    return n;
+}
+
+/* More streams than rows: all have their turns, and who is left out of a step begins the next one. */
+static void turns(void **state)
+{
+    (void)state;
+    uint32_t had[10] = {0};
+    generating(10, 40);
+    compose();
+    for (uint32_t step = 0; step < 20; step++, finish(60), compose()) {
+        assert_int_equal(g->s.next.nrows, MK_MAX_ROWS);
+        for (uint32_t i = 0; i < 10; i++) had[i] += rows_of(i);
+    }
+    for (uint32_t i = 0; i < 10; i++) assert_int_equal(had[i], 20 * MK_MAX_ROWS / 10);
+}
+
+/* A prompt has a row of every step beside as many streams as there are rows, which have the others in turn; when it is through, all of them. */
+static void prompt_beside_many(void **state)
+{
+    (void)state;
+    uint32_t prompt[] = {1, 2, 3, 4, 5, 6, 7, 8, 9}, had[8] = {0}, steps = 0;
+    generating(8, 40);
+    open_slot(8);
+    append(8, prompt, 9, 0);
+    for (compose(); g->st[8].pos < 8; finish(60), compose(), steps++) {
+        assert_int_equal(g->s.next.nrows, MK_MAX_ROWS);
+        assert_int_equal(rows_of(8), 1);
+        assert_int_equal(g->s.next.row[MK_MAX_ROWS - 1].pos, steps);
+        for (uint32_t i = 0; i < 8; i++) had[i] += rows_of(i);
+    }
+    assert_int_equal(steps, 8);
+    for (uint32_t i = 0; i < 8; i++) assert_int_equal(had[i], 7);
+    assert_int_equal(rows_of(8), 0);
+    assert_int_equal(g->s.next.nrows, MK_MAX_ROWS);
+}
+
+/* Fewer of them leave a prompt what they do not need. */
+static void prompt_beside_few(void **state)
+{
+    (void)state;
+    uint32_t prompt[] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+    generating(3, 40);
+    open_slot(8);
+    append(8, prompt, 9, 0);
+    compose();
+    assert_int_equal(g->s.next.nrows, MK_MAX_ROWS);
+    assert_int_equal(rows_of(8), MK_MAX_ROWS - 3);
+}
+
+/* A pinned stream's rows are of one step: beside another stream they have every second one. */
+static void pinned_beside_another(void **state)
+{
+    (void)state;
+    g->slot[0] = (mk_slot){.generation = 1, .credits = ~0ull, .context = CONTEXT, .pin = 30, .pin_rows = MK_MAX_ROWS, .pin_vocab = 1000};
+    put((mk_submit){.op = MK_SUB_OPEN, .generation = 1});
+    append(0, (uint32_t[]){1}, 1, 0);
+    generate(0, 20);
+    open_slot(1);
+    append(1, (uint32_t[]){100}, 1, 1);
+    generate(1, 20);
+    compose();
+    for (uint32_t step = 0; step < 6; step++, finish(60), compose()) {
+        assert_int_equal(rows_of(0), step % 2 ? 0 : MK_MAX_ROWS);
+        assert_int_equal(rows_of(1), step % 2);
+    }
+}
+
 /* ---- words that the host changes at any time ------------------------------------------------------------------------ */
 
 /* After a cancel the stream ends at its pending token; what had come along is forgotten, for other tokens stand there now. */
@@ -445,16 +530,16 @@ static void put_any(uint32_t i)
         e.arg1 = 1 + rnd(9);
     }
     if (e.op != MK_SUB_OPEN && e.op != MK_SUB_GENERATE) s->credits = credits; /* a look that finds an entry takes nothing else: new ones are seen later */
-    mk_submit_complete(&e, g->slot, SLOTS);
+    mk_submit_complete(&e, g->slot, MOST);
     mk_submit_put(g->submit, &e, ++g->put);
 }
 
 /* What the rules know of everything. */
 typedef struct known {
     mk_sched s;
-    mk_sched_slot st[SLOTS];
-    mk_sched_rest rest[SLOTS];
-    uint32_t active[SLOTS];
+    mk_sched_slot st[MOST];
+    mk_sched_rest rest[MOST];
+    uint32_t active[MOST];
 } known;
 #define COPY(to, from) (memcpy(&(to)->s, &(from)->s, sizeof (to)->s), memcpy((to)->st, (from)->st, sizeof (to)->st), memcpy((to)->rest, (from)->rest, sizeof (to)->rest), memcpy((to)->active, (from)->active, sizeof (to)->active))
 
@@ -518,7 +603,7 @@ static void follows(void **state)
 static void short_way(void **state)
 {
     (void)state;
-    static mk_sampling sampling[SLOTS], told[SLOTS];
+    static mk_sampling sampling[MOST], told[MOST];
     known was, is;
     uint32_t easy[2] = {0, 0}, many = 0, first = 0, traced = 0;
     memset(&was, 0, sizeof was);
@@ -539,7 +624,7 @@ static void short_way(void **state)
         const mk_submit *e = &g->submit[(g->put - 1) % MK_SUBMIT_RING];
         mk_row row[MK_MAX_ROWS];
         uint32_t rows = 0;
-        for (uint32_t k = 0; k < MK_MAX_ROWS; k++) rows = mk_sched_short(g->st, SLOTS, e, k, &row[k]);
+        for (uint32_t k = 0; k < MK_MAX_ROWS; k++) rows = mk_sched_short(g->st, MOST, e, k, &row[k]);
         if (!rows) {
             compose();
             continue;
@@ -569,7 +654,8 @@ static void short_way(void **state)
 int main(void)
 {
 #define T(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
-    const struct CMUnitTest tests[] = {T(packed), T(completed), T(event_packets), T(tokens_ride), T(long_append), T(appends_queue), T(targets), T(pinned),
+    const struct CMUnitTest tests[] = {T(packed), T(completed), T(event_packets), T(tokens_ride), T(long_append), T(appends_queue), T(targets), T(pinned), T(turns), T(prompt_beside_many),
+                                       T(prompt_beside_few), T(pinned_beside_another),
                                        T(cancelled_append), T(cancelled_then_generated), T(entry_clears_cancel), T(credits), T(full_event_ring), T(follows), T(short_way)};
     return cmocka_run_group_tests_name("rings", tests, NULL, NULL);
 }
