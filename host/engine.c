@@ -65,12 +65,14 @@ static int plan_to_fit(mk_engine *e, const mk_engine_config *cfg, const mk_machi
     }
     uint64_t pages = cfg->kv_tokens ? (cfg->kv_tokens + MK_PAGE - 1) / MK_PAGE : (context + MK_PAGE - 1) / MK_PAGE * e->slots;
     if (!cfg->context && cfg->kv_tokens && pages * MK_PAGE < context) context = pages * MK_PAGE;
-    if (page && (pages > fit || context < MK_PAGE || pages * MK_PAGE < context))
-        return mk_fail(err, MK_E_CAPACITY,
-                       "does not fit: a pool of %llu tokens (%u streams x %llu context) needs %.2f GB beside %.2f GB of weights and state; "
-                       "%.2f GB may be used: at most %llu tokens",
-                       (unsigned long long)(pages * MK_PAGE), e->slots, (unsigned long long)context, (double)(pages * page) / 1e9,
-                       (double)(fixed + state) / 1e9, (double)memory / 1e9, (unsigned long long)(fit * MK_PAGE));
+    if (page && cfg->kv_tokens && pages * MK_PAGE < context)
+        return mk_fail(err, MK_E_CAPACITY, "kv-tokens %llu: expected at least the context's %llu, for a stream holds so many", (unsigned long long)cfg->kv_tokens, (unsigned long long)context);
+    if (page && (pages > fit || context < MK_PAGE)) {
+        char of[64] = "kv-tokens";
+        if (!cfg->kv_tokens) snprintf(of, sizeof of, "%u streams x %llu context", e->slots, (unsigned long long)context);
+        return mk_fail(err, MK_E_CAPACITY, "does not fit: a pool of %llu tokens (%s) needs %.2f GB beside %.2f GB of weights and state; %.2f GB may be used: at most %llu tokens",
+                       (unsigned long long)(pages * MK_PAGE), of, (double)(pages * page) / 1e9, (double)(fixed + state) / 1e9, (double)memory / 1e9, (unsigned long long)(fit * MK_PAGE));
+    }
     if (pages > UINT32_MAX / MK_PAGE) return mk_fail(err, MK_E_CAPACITY, "kv pool: %llu pages are too many", (unsigned long long)pages);
     e->context = (uint32_t)context;
     e->pages = (uint32_t)pages;

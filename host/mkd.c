@@ -135,11 +135,10 @@ static int run(const mk_options *o, mk_err *err)
     mk_engine *e = NULL;
     rc = mk_engine_open(&cfg, &e, err);
     if (rc == MK_OK) {
-        char name[256];
-        model_name(o->preset[0] ? o->preset : o->model, name, sizeof name);
-        if (o->preset[0] && o->lm_head == MK_LM_HEAD_FP8) strcat(name, "-lm_head-fp8"); /* benchmarks name their files after it */
-        if (o->preset[0] && o->kv_cache == MK_CACHE_FP8) strcat(name, "-cache-fp8");
-        if (o->unloaded) strcat(name, "-unloaded");
+        char base[256], name[sizeof base + 64];
+        model_name(o->preset[0] ? o->preset : o->model, base, sizeof base);
+        snprintf(name, sizeof name, "%s%s%s%s", base, o->preset[0] && o->lm_head == MK_LM_HEAD_FP8 ? "-lm_head-fp8" : "", /* benchmarks name their files after it */
+                 o->preset[0] && o->kv_cache == MK_CACHE_FP8 ? "-cache-fp8" : "", o->unloaded ? "-unloaded" : "");
         const mk_model *m = mk_engine_model(e);
         for (uint32_t i = 0; i < m->n_skipped; i++)
             if (m->skipped_tensors[i]) mk_log(MK_LOG_INFO, "not used: %u tensors %s*", m->skipped_tensors[i], m->skipped[i]);

@@ -276,6 +276,17 @@ static int read_flags(mk_options *o, int argc, char **argv, bool first, mk_err *
     return MK_OK;
 }
 
+/* Option `by` makes `is` of option `name`, which must not have been given another value, unless any is the same to it. */
+static int implied(mk_options *o, const char *name, const char *by, uint32_t *value, uint32_t is, bool any, mk_err *err)
+{
+    char *source = o->source[find(name, strlen(name)) - table];
+    if (*value == is) return MK_OK;
+    if (!any && strcmp(source, "default")) return mk_fail(err, MK_E_USAGE, "%s (%s): --%s implies the other value", name, source, by);
+    *value = is;
+    snprintf(source, sizeof o->source[0], "--%s", by);
+    return MK_OK;
+}
+
 int mk_options_parse(mk_options *o, int argc, char **argv, mk_err *err)
 {
     int rc = defaults(o, err);
@@ -288,11 +299,11 @@ int mk_options_parse(mk_options *o, int argc, char **argv, mk_err *err)
     if (o->preset[0]) {
         if (!preset) return mk_fail(err, MK_E_USAGE, "--preset: no preset \"%.80s\", there are %s", o->preset, mk_preset_names());
         if (o->model[0]) return mk_fail(err, MK_E_USAGE, "--preset and --model exclude each other");
-        if (o->weights == MK_WEIGHTS_AUTO) o->weights = preset->weights;
-        o->synthetic = o->bench = 1;
+        if (o->weights == MK_WEIGHTS_AUTO) implied(o, "weights", "preset", &o->weights, preset->weights, true, err);
+        if ((rc = implied(o, "synthetic", "preset", &o->synthetic, 1, false, err)) || (rc = implied(o, "bench", "preset", &o->bench, 1, false, err))) return rc;
     }
     if (o->unloaded && !o->synthetic) return mk_fail(err, MK_E_USAGE, "--unloaded yes: expected --preset or --synthetic yes, for what it computes means nothing");
-    if (o->unloaded) o->self_test = 0;
+    if (o->unloaded && (rc = implied(o, "self-test", "unloaded", &o->self_test, 0, false, err))) return rc;
     if (!o->model[0] && !preset && o->mode != MK_MODE_PRINT_CONFIG)
         return mk_fail(err, MK_E_USAGE, "no model: --model DIR names a checkpoint directory (mkd --help)");
     if (o->device == MK_DEVICE_GPU && o->act)

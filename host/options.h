@@ -33,7 +33,7 @@ typedef struct mk_options {
     uint32_t log_level;
     uint32_t log_time;
     double drain_seconds;
-    char source[26][48]; /* where each option of the table was set: "default", "flag", "FILE:LINE" */
+    char source[26][48]; /* where each option of the table was set: "default", "flag", "FILE:LINE", or "--OPTION" that implies it */
 } mk_options;
 
 /* Defaults, then the file that --config names, then the flags. MK_E_USAGE names the flag, or file and line, what was found and what is

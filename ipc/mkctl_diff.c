@@ -513,13 +513,13 @@ int mkctl_diff_gpu(const mk_session_config *base, const mkctl_diff_config *cfg, 
 int mkctl_diff(int argc, char **argv)
 {
     mk_session_config c = {0};
-    mkctl_diff_config d = {.tolerance = 0.2, .max_new = 4};
+    mkctl_diff_config d = {.tolerance = 0.2, .max_new = UINT32_MAX};
     int strict = 0;
     const char *text = NULL, *preset = NULL;
     mkctl_choice weights = MKCTL_WEIGHTS, head = MKCTL_LM_HEAD, cache = MKCTL_KV_CACHE;
     const mkctl_flag flags[] = {
         {"--ids", MKCTL_TEXT, &text, "tokens to run, 1,2,3"},
-        {"--max-new", MKCTL_U32, &d.max_new, "tokens to generate after them (GPU)"},
+        {"--max-new", MKCTL_U32, &d.max_new, "tokens to generate after them (GPU; 4)"},
         {"--preset", MKCTL_TEXT, &preset, "instead of a checkpoint: a published configuration with synthetic weights"},
         {"--layers", MKCTL_U32, &c.layers, "of the preset, the first so many; 0: all"},
         {"--workers", MKCTL_U32, &c.workers, "workers; 0: the GPU's SMs, with --strict 8"},
@@ -528,8 +528,8 @@ int mkctl_diff(int argc, char **argv)
         {"--kv-cache", MKCTL_CHOICE, &cache, "of latent attention: bf16 or fp8"},
         {"--tolerance", MKCTL_REAL, &d.tolerance, "of a whole step on its own intermediate values, in RMS of a vector"},
         {"--strict", MKCTL_SET, &strict, "no GPU: the twin in default precision against the twin in act=f32"},
-        {"--json", MKCTL_TEXT, &d.json, "write the report there as well"},
-        {"--spoil", MKCTL_TEXT, &d.spoil, "negative control: worker:index of a GEMV that the twin runs 5 % too strong"},
+        {"--json", MKCTL_TEXT, &d.json, "write the report there as well (GPU)"},
+        {"--spoil", MKCTL_TEXT, &d.spoil, "negative control: worker:index of a GEMV that the twin runs 5 % too strong (GPU)"},
     };
     size_t given = 0;
     int rc = mkctl_flags(argc, argv, flags, sizeof flags / sizeof flags[0], &c.dir, 1, &given);
@@ -538,6 +538,10 @@ int mkctl_diff(int argc, char **argv)
     if (!given == !c.preset) return mkctl_usage("diff: name a checkpoint directory or a --preset, not both");
     if (c.preset && strict) return mkctl_usage("diff: --strict needs a checkpoint: synthetic weights are made on a GPU");
     if (c.preset && weights.value != MK_WEIGHTS_AUTO) return mkctl_usage("diff: --weights: a preset has its own");
+    if (!c.preset && c.layers) return mkctl_usage("diff: --layers: a checkpoint is run whole; it goes with --preset");
+    if (strict && (d.json || d.spoil || d.max_new != UINT32_MAX)) return mkctl_usage("diff: %s does not go with --strict", d.json ? "--json" : d.spoil ? "--spoil" : "--max-new");
+    if (d.max_new == UINT32_MAX) d.max_new = strict ? 0 : 4;
+    if (!(d.tolerance > 0)) return mkctl_usage("diff: --tolerance: expected more than 0, found %g", d.tolerance);
     c.weights = (enum mk_weights_mode)weights.value;
     c.lm_head = (enum mk_lm_head_mode)head.value;
     c.kv_cache = (enum mk_cache)cache.value;
@@ -545,6 +549,7 @@ int mkctl_diff(int argc, char **argv)
     uint32_t *ids = NULL, n = 0;
     mk_err err = {0};
     if (mkctl_parse_ids(text, &ids, &n, &err)) return mkctl_usage("diff: --ids: %s", err.msg);
+    if (!n) return free(ids), mkctl_usage("diff: --ids: expected a token at least");
     d.ids = ids;
     d.n = n;
     c.context = (n + d.max_new + 2 + MK_PAGE) / MK_PAGE * MK_PAGE;

@@ -117,6 +117,7 @@ int mkctl_diff_strict(const mk_session_config *cfg, const uint32_t *ids, uint32_
             r.comparing = k;
             r.p = s[k]->plan->prog;
             mk_session_append(s[k], 0, ids + i, m, MK_APPEND_LOGPROBS);
+            if (i + m == n) mk_session_append(s[k], 0, ids + i, 1, 0); /* a stream's last token waits for another */
             rc = mk_session_run(s[k], err);
             if (k == 0) {
                 float *t = r.value;

@@ -56,7 +56,9 @@ static void print_default(const mkctl_flag *f)
         if (*(const char **)f->to) printf(" [%s]", *(const char **)f->to);
         break;
     case MKCTL_CHOICE: printf(" [%s]", ((const mkctl_choice *)f->to)->name[((const mkctl_choice *)f->to)->value]); break;
-    case MKCTL_U32: printf(" [%u]", *(uint32_t *)f->to); break;
+    case MKCTL_U32:
+        if (*(uint32_t *)f->to != UINT32_MAX) printf(" [%u]", *(uint32_t *)f->to); /* nothing given */
+        break;
     case MKCTL_U64: printf(" [%llu]", (unsigned long long)*(uint64_t *)f->to); break;
     case MKCTL_REAL: printf(" [%g]", *(double *)f->to); break;
     }
@@ -100,7 +102,7 @@ static int store(const char *command, const mkctl_flag *f, const char *value)
     case MKCTL_U32:
     case MKCTL_U64:
         if (!number(value, f->kind == MKCTL_U32 ? UINT32_MAX : UINT64_MAX, &u))
-            return mkctl_usage("%s: %s: expected a whole number, found \"%s\"", command, f->name, value);
+            return mkctl_usage("%s: %s: expected a whole number, at most %llu, found \"%s\"", command, f->name, f->kind == MKCTL_U32 ? UINT32_MAX + 0ull : UINT64_MAX + 0ull, value);
         if (f->kind == MKCTL_U32)
             *(uint32_t *)f->to = (uint32_t)u;
         else
@@ -143,6 +145,7 @@ int mkctl_flags(int argc, char **argv, const mkctl_flag *flag, size_t n_flag, co
         if (f->kind != MKCTL_SET && !value) {
             if (++i == argc) return mkctl_usage("%s: %s needs a value", command, f->name);
             value = argv[i];
+            if (!strncmp(value, "--", 2)) return mkctl_usage("%s: %s: expected a value, found the flag %s (%s=%s if it is meant)", command, f->name, value, f->name, value);
         }
         int rc = store(command, f, value);
         if (rc) return rc;

@@ -106,6 +106,8 @@ int mkctl_plan(int argc, char **argv)
     if (rc) return rc < 0 ? MK_OK : rc;
     if (!n) return mkctl_usage("plan: name a checkpoint directory, a config.json or a preset");
     if (!context) return mkctl_usage("plan: --context: expected at least 1");
+    if (gb < 0 || gb > 1e9) return mkctl_usage("plan: --memory-gb: expected 0 to 10^9, found %g", gb);
+    if (smem_kb > UINT32_MAX / 1024) return mkctl_usage("plan: --smem-kb: expected at most %u, found %u", UINT32_MAX / 1024, smem_kb);
     enum mk_weights_mode mode = (enum mk_weights_mode)weights.value;
 
     mk_err err = {0};

@@ -19,6 +19,7 @@ import collections
 import json
 import math
 import os
+import re
 import socket
 import struct
 import sys
@@ -496,19 +497,31 @@ def _quantile(values, q):
     return values[max(0, math.ceil(q * len(values)) - 1)]
 
 
+def _natural(bits):
+    """What argparse makes of an argument: a whole number of so many bits."""
+    def read(text):
+        if not re.fullmatch("[0-9]+", text) or int(text) >> bits:
+            raise argparse.ArgumentTypeError("expected a whole number below 2^%d, found %r" % (bits, text))
+        return int(text)
+    return read
+
+
+def _ids(text):
+    return [_natural(32)(i) for i in text.split(",")]
+
+
 def main():
     p = argparse.ArgumentParser(description="Stream a generation from mkd.")
     p.add_argument("directory", metavar="SOCKETDIR")
-    p.add_argument("--prompt-ids", required=True, help="token ids: 1,2,3")
-    p.add_argument("--max-new", type=int, default=64)
+    p.add_argument("--prompt-ids", required=True, type=_ids, help="token ids: 1,2,3")
+    p.add_argument("--max-new", type=_natural(32), default=64)
     p.add_argument("--temperature", type=float, help="0: greedy; left out: the model's sampling")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=_natural(64), default=0)
     a = p.parse_args()
-    ids = [int(i) for i in a.prompt_ids.split(",")]
     try:
         with Client(a.directory) as c, c.open(temperature=a.temperature, seed=a.seed) as s:
             start, tokens = time.monotonic(), []
-            s.append(ids)
+            s.append(a.prompt_ids)
             for t in s.generate(a.max_new):
                 print(t.id, end=" ", flush=True)
                 tokens.append(t)

@@ -1,6 +1,6 @@
 /* SCHEDULE: who decides what a step contains (design.md section 3). One source for the twin and the device.
  *
- * One fixed rule: one row for every stream that is generating (round-robin when there are more than eight), then prompt tokens of the
+ * One fixed rule: one row for every stream that is generating, those first that the step before had none for, but for one row where a prompt waits; then prompt tokens of the
  * oldest stream that has any, until MK_MAX_ROWS rows are used. A stream's last known token is held back ("pending") until more
  * tokens or a GENERATE arrive, because the step that processes it is the one that yields the logits of the next.
  *

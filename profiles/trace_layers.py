@@ -47,7 +47,8 @@ def by_name(some):
 
 def ends(some):
     """When the last of what most workers have ends: not of what some of them do alone."""
-    return max(max(i.end for i in of) for of in by_name(some).values() if len(of) >= MOST)
+    named = by_name(some).values()
+    return max(max(i.end for i in of) for of in named if len(of) >= min(MOST, max(map(len, named))))
 
 
 def table(took, kind, rows):

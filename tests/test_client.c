@@ -385,11 +385,19 @@ static void test_mkctl(void **state)
         assert_string_equal(out, "");                                                                                                      \
     } while (0)
     WRONG(MK_E_USAGE, "mkctl: generate: unknown flag --idz (mkctl generate --help", mkctl_generate, "generate", "--idz", "1");
-    WRONG(MK_E_USAGE, "mkctl: generate: --max-new: expected a whole number, found \"-3\"", mkctl_generate, "generate", "--max-new", "-3");
-    WRONG(MK_E_USAGE, "mkctl: generate: --max-new: expected a whole number, found \"4294967296\"", mkctl_generate, "generate", "--max-new",
+    WRONG(MK_E_USAGE, "mkctl: generate: --max-new: expected a whole number, at most 4294967295, found \"-3\"", mkctl_generate, "generate", "--max-new", "-3");
+    WRONG(MK_E_USAGE, "mkctl: generate: --max-new: expected a whole number, at most 4294967295, found \"4294967296\"", mkctl_generate, "generate", "--max-new",
           "4294967296");
     WRONG(MK_E_USAGE, "mkctl: generate: --temperature: expected a number, found \"warm\"", mkctl_generate, "generate", "--temperature=warm");
     WRONG(MK_E_USAGE, "mkctl: generate: --seed needs a value", mkctl_generate, "generate", "--seed");
+    WRONG(MK_E_USAGE, "mkctl: generate: --socket-dir: expected a value, found the flag --ids (--socket-dir=--ids if it is meant)", mkctl_generate, "generate", "--socket-dir", "--ids", "1");
+    WRONG(MK_E_USAGE, "mkctl: plan: --memory-gb: expected 0 to 10^9, found -1", mkctl_plan, "plan", "x", "--memory-gb", "-1");
+    WRONG(MK_E_USAGE, "mkctl: plan: --smem-kb: expected at most 4194303, found 4194304", mkctl_plan, "plan", "x", "--smem-kb", "4194304");
+    WRONG(MK_E_USAGE, "mkctl: diff: --json does not go with --strict", mkctl_diff, "diff", "x", "--strict", "--ids", "1", "--json", "f");
+    WRONG(MK_E_USAGE, "mkctl: diff: --max-new does not go with --strict", mkctl_diff, "diff", "x", "--strict", "--ids", "1", "--max-new", "4");
+    WRONG(MK_E_USAGE, "mkctl: diff: --layers: a checkpoint is run whole", mkctl_diff, "diff", "x", "--ids", "1", "--layers", "1");
+    WRONG(MK_E_USAGE, "mkctl: diff: --tolerance: expected more than 0, found -1", mkctl_diff, "diff", "x", "--strict", "--ids", "1", "--tolerance", "-1");
+    WRONG(MK_E_USAGE, "mkctl: diff: --ids: expected a token at least", mkctl_diff, "diff", "x", "--strict", "--ids", "");
     WRONG(MK_E_USAGE, "mkctl: generate: --logprobs takes no value", mkctl_generate, "generate", "--logprobs=1");
     WRONG(MK_E_USAGE, "mkctl: generate: unexpected argument \"prompt\"", mkctl_generate, "generate", "prompt");
     WRONG(MK_E_USAGE, "either --ids or --bytes", mkctl_generate, "generate");

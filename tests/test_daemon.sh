@@ -107,6 +107,8 @@ check "context over the model's limit" refused 5 "4096" --check --model "$MODEL"
 check "an FP8 cache for grouped queries" refused 2 "kv-cache fp8: expected latent attention" --check --model tests/oracle/llama --kv-cache fp8
 check "an FP8 cache with activations in f32" refused 2 "kv-cache: expected bf16 with act f32, found fp8" --check --model "$MODEL" --kv-cache fp8 --act f32 --device cpu
 check "does not fit in the memory allowed" refused 5 "" --check --model "$MODEL" --memory 1M
+check "a pool smaller than a stream" refused 5 "kv-tokens 100: expected at least the context's 4096" --check --device cpu --model "$MODEL" --context 4096 --kv-tokens 100
+check "a pool that does not fit" refused 5 "a pool of 1000000000000 tokens (kv-tokens) needs" --check --device cpu --model "$MODEL" --kv-tokens 1000000000000
 if [ ! -e /dev/nvidiactl ]; then check "--device gpu without a driver" refused 9 "no NVIDIA driver" --check --model "$MODEL" --device gpu; fi
 check "socket directory without a parent" refused 6 "cannot make the socket directory" --model "$MODEL" --socket-dir "$T/no/dir"
 check "flight directory that does not exist" refused 6 "--flight-dir: cannot write to $T/no/dir" --model "$MODEL" --socket-dir "$S" --flight-dir "$T/no/dir"

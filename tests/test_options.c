@@ -194,6 +194,28 @@ static void test_unloaded(void **state)
     assert_true(!o.unloaded && o.self_test);
 }
 
+/* What follows from another option says so, and is not to be contradicted. */
+static void test_implied(void **state)
+{
+    (void)state;
+    char *text = NULL;
+    size_t size;
+    assert_int_equal(PARSE("--preset", "kimi-linear-48b", "--unloaded", "yes", "--synthetic", "yes", "--print-config"), MK_OK);
+    FILE *f = open_memstream(&text, &size);
+    mk_options_print(&o, f);
+    fclose(f);
+    assert_non_null(strstr(text, "# --preset\nweights = fp8\n"));
+    assert_non_null(strstr(text, "# flag\nsynthetic = yes\n"));
+    assert_non_null(strstr(text, "# --preset\nbench = yes\n"));
+    assert_non_null(strstr(text, "# --unloaded\nself-test = no\n"));
+    free(text);
+    assert_int_equal(PARSE("--preset", "kimi-linear-48b", "--weights", "bf16", "--self-test", "no"), MK_OK);
+    assert_int_equal(o.weights, MK_WEIGHTS_BF16);
+    assert_refused(PARSE("--preset", "kimi-linear-48b", "--bench", "no"), "bench (flag): --preset implies the other value");
+    assert_refused(PARSE("--config", file("synthetic = no\n"), "--preset", "kimi-linear-48b"), "synthetic (mkd.conf:1): --preset implies the other value");
+    assert_refused(PARSE("--preset", "kimi-linear-48b", "--unloaded", "yes", "--self-test", "yes"), "self-test (flag): --unloaded implies the other value");
+}
+
 /* What --print-config says, --config reads back to the same. */
 static void test_print_round_trip(void **state)
 {
@@ -364,7 +386,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_defaults),    cmocka_unit_test(test_flags),
         cmocka_unit_test(test_bad_flags),   cmocka_unit_test(test_config_file),
-        cmocka_unit_test(test_unloaded), cmocka_unit_test(test_print_round_trip), cmocka_unit_test(test_help_names_everything),
+        cmocka_unit_test(test_unloaded), cmocka_unit_test(test_implied), cmocka_unit_test(test_print_round_trip), cmocka_unit_test(test_help_names_everything),
         cmocka_unit_test(test_lock),        cmocka_unit_test(test_notify),
         cmocka_unit_test(test_log),
     };

@@ -213,6 +213,8 @@ def table(path):
 
 
 def main():
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     if sys.argv[1] == "--print":
         return table(sys.argv[2])
     top, version = sys.argv[1], sys.argv[2]
