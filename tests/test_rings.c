@@ -369,6 +369,89 @@ static void pinned_beside_another(void **state)
     }
 }
 
+/* Of two prompts the older has the row, whether its stream generates behind it or not; the places in the list count, not the slots' numbers. */
+static void prompts_beside_many(void **state)
+{
+    (void)state;
+    uint32_t prompt[] = {1, 2, 3, 4, 5};
+    for (uint32_t i = 10; i-- > 2;) {
+        open_slot(i);
+        append(i, (uint32_t[]){100 + i}, 1, 1);
+        generate(i, 40);
+    }
+    for (uint32_t i = 2; i-- > 0;) { /* 1 is older than 0 */
+        open_slot(i);
+        append(i, prompt, 5, 1);
+        generate(i, 3);
+    }
+    const uint32_t begins[] = {9, 2, 3, 4};
+    compose();
+    for (uint32_t step = 0; step < 4; step++, finish(60), compose()) {
+        assert_int_equal(g->s.next.nrows, MK_MAX_ROWS);
+        assert_int_equal(rows_of(1), 1);
+        assert_int_equal(rows_of(0), 0);
+        assert_int_equal(g->s.next.row[0].slot, begins[step]);
+    }
+}
+
+/* The first one that is left out begins; when it was the last of the list and the list has become shorter, the list's first one. */
+static void who_begins(void **state)
+{
+    (void)state;
+    generating(10, 40);
+    compose();
+    const uint32_t begins[] = {0, 8, 6, 4, 2, 0, 8};
+    for (uint32_t step = 0; step < 7; step++, finish(60), compose()) assert_int_equal(g->s.next.row[0].slot, begins[step]);
+    assert_int_equal(g->s.rr, 4); /* that composed the eighth */
+    finish(60);
+    g->s.rr = 9;
+    put((mk_submit){.op = MK_SUB_CLOSE, .slot = 3, .generation = 1});
+    compose();
+    assert_int_equal(g->s.next.nrows, MK_MAX_ROWS);
+    assert_int_equal(g->s.next.row[0].slot, 0);
+    for (uint32_t i = 0; i < 10; i++) assert_true(rows_of(i) <= 1);
+}
+
+/* Behind a pinned stream that does not fit, others do; it begins the next step. Beside a prompt two of four rows take turns. */
+static void pinned_among_others(void **state)
+{
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        open_slot(i);
+        g->slot[i] = (mk_slot){.generation = 2, .credits = ~0ull, .context = CONTEXT, .pin = i == 1 || i == 2 ? 30 : 0, .pin_rows = 4, .pin_vocab = 1000};
+        put((mk_submit){.op = MK_SUB_OPEN, .slot = (uint16_t)i, .generation = 2});
+        put((mk_submit){.op = MK_SUB_APPEND, .slot = (uint16_t)i, .generation = 2, .arg0 = i == 3 ? 40 : 1});
+        if (i == 3) continue;
+        g->slot[i].n_stop = 0;
+        g->slot[i].sampling = (mk_sampling){.temperature = 0};
+        put((mk_submit){.op = MK_SUB_GENERATE, .slot = (uint16_t)i, .generation = 2, .arg0 = 20});
+    }
+    compose();
+    for (uint32_t step = 0; step < 4; step++, finish(60), compose()) {
+        assert_int_equal(rows_of(0), 1);
+        assert_int_equal(rows_of(1), step % 2 ? 0 : 4);
+        assert_int_equal(rows_of(2), step % 2 ? 4 : 0);
+        assert_int_equal(rows_of(3), 3);
+    }
+}
+
+/* Where the event ring has room for fewer rows, a prompt has the last of them; not of a single one. */
+static void prompt_with_little_room(void **state)
+{
+    (void)state;
+    uint32_t prompt[] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+    generating(8, 40);
+    open_slot(8);
+    append(8, prompt, 9, 0);
+    for (uint32_t rows = MK_MAX_ROWS; rows > 0; rows--) {
+        g->read = g->s.event_next - (MK_EVENT_RING - rows * MK_SCHED_EVENTS - 8 * (g->s.step == 0)); /* some are told at once: appends of one token */
+        compose();
+        assert_int_equal(g->s.next.nrows, rows);
+        assert_int_equal(rows_of(8), rows > 1);
+        finish(60);
+    }
+}
+
 /* ---- words that the host changes at any time ------------------------------------------------------------------------ */
 
 /* After a cancel the stream ends at its pending token; what had come along is forgotten, for other tokens stand there now. */
@@ -564,6 +647,7 @@ static void follows(void **state)
         if (!g->s.next.nrows || !rnd(4)) put_any(rnd(SLOTS));
         mk_sched_look(&g->s);
         mk_sched_look_words(&g->s);
+        g->s.rr = rnd(SLOTS); /* neither way looks at it */
         uint32_t follow = one;
         for (uint32_t k = 0; k <= g->s.n_active; k++) follow &= mk_sched_sure(&g->s, g->s.submitted, k);
         const uint32_t *stop = g->rest[row.slot].stop;
@@ -619,6 +703,7 @@ static void short_way(void **state)
             compose();
             continue;
         }
+        g->s.rr = rnd(SLOTS);
         put_any(rnd(SLOTS));
         mk_sched_look(&g->s);
         const mk_submit *e = &g->submit[(g->put - 1) % MK_SUBMIT_RING];
@@ -655,7 +740,7 @@ int main(void)
 {
 #define T(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
     const struct CMUnitTest tests[] = {T(packed), T(completed), T(event_packets), T(tokens_ride), T(long_append), T(appends_queue), T(targets), T(pinned), T(turns), T(prompt_beside_many),
-                                       T(prompt_beside_few), T(pinned_beside_another),
+                                       T(prompt_beside_few), T(pinned_beside_another), T(prompts_beside_many), T(who_begins), T(pinned_among_others), T(prompt_with_little_room),
                                        T(cancelled_append), T(cancelled_then_generated), T(entry_clears_cancel), T(credits), T(full_event_ring), T(follows), T(short_way)};
     return cmocka_run_group_tests_name("rings", tests, NULL, NULL);
 }
