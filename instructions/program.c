@@ -110,6 +110,8 @@ static void parts_of(const mk_program *p, part out[5])
 
 int mk_program_save(const mk_program *p, const char *path, mk_err *err)
 {
+    struct stat st;
+    if (!lstat(path, &st) && !S_ISREG(st.st_mode)) return mk_fail(err, MK_E_SYSTEM, "%s: expected a regular file, or none: it would be replaced", path);
     size_t len = strlen(path) + 5;
     char *tmp = malloc(len);
     if (!tmp) return mk_fail(err, MK_E_SYSTEM, "%s: out of memory", path);

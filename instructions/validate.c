@@ -91,6 +91,7 @@ static int check_info(mk_check *c)
         if (r[k].n < r[k].least || r[k].n > r[k].most)
             return mk_fail(c->err, MK_E_PROGRAM, "program: %s is %llu, expected %llu to %llu", r[k].what, (unsigned long long)r[k].n,
                            (unsigned long long)r[k].least, (unsigned long long)r[k].most);
+    if (i->local_bytes % 16) return mk_fail(c->err, MK_E_PROGRAM, "program: local_bytes is %llu, expected a multiple of 16", (unsigned long long)i->local_bytes);
     return MK_OK;
 }
 

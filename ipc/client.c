@@ -15,6 +15,9 @@
 #include <zmq.h>
 
 #define WINDOW 4096u
+#define MOST_BEAT_MS 60000u /* of a daemon: five of them is how long its end goes unnoticed */
+#define MOST_PONGS   256u   /* frames that wait to be sent before PINGs are not answered any more */
+#define QUIT_NS      1000000000u /* for what is still to be sent at the end */
 
 /* A frame to be sent. */
 typedef struct frame {
@@ -40,6 +43,7 @@ typedef struct pending_append {
     uint64_t request;
     float *logprobs; /* NULL: not wanted (any more) */
     uint32_t n;
+    int scored; /* log probabilities were asked for */
 } pending_append;
 
 typedef struct token_event {
@@ -60,6 +64,7 @@ struct mk_client_stream {
     uint64_t generation; /* request number of the generation that next() speaks of; 0: none */
     int over;            /* its DONE or its refusal has come */
     int revoked;         /* cancelled, because an append before it was refused */
+    uint32_t max_new, came, expected; /* of it: asked for, received; position of the next token, once the first has come */
     mk_wire_done done;
     uint64_t done_ns;
     mk_err err; /* its refusal */
@@ -77,7 +82,9 @@ struct mk_client {
     pthread_mutex_t lock; /* everything below */
     pthread_cond_t changed;
     frame *out, **out_last;
+    uint32_t n_out; /* frames there */
     int quit;
+    uint64_t quit_ns;
     mk_err lost; /* code != MK_OK: the session is over */
     call *calls;
     mk_client_stream *streams;
@@ -110,6 +117,7 @@ static int post(mk_client *c, uint16_t type, uint32_t flags, uint64_t stream, ui
     }
     *c->out_last = f;
     c->out_last = &f->next;
+    c->n_out++;
     uint64_t one = 1;
     if (write(c->wake, &one, sizeof one) < 0) {} /* full: the thread is awake already */
     return MK_OK;
@@ -131,6 +139,26 @@ static void lose(mk_client *c, int code, const char *why)
 {
     if (!c->lost.code) mk_fail(&c->lost, code, "%s", why);
     pthread_cond_broadcast(&c->changed);
+}
+
+/* The bytes of the UTF-8 character at s, which has n: 0: it is malformed. */
+static size_t character(const unsigned char *s, size_t n)
+{
+    const unsigned b = s[0], least = b == 0xe0 ? 0xa0 : b == 0xf0 ? 0x90 : 0x80, most = b == 0xed ? 0x9f : b == 0xf4 ? 0x8f : 0xbf;
+    const size_t size = b < 0x80 ? 1 : b >= 0xc2 && b <= 0xdf ? 2 : b >= 0xe0 && b <= 0xef ? 3 : b >= 0xf0 && b <= 0xf4 ? 4 : 0;
+    if (size > n || (size > 1 && (s[1] < least || s[1] > most))) return 0;
+    for (size_t i = 2; i < size; i++)
+        if ((s[i] & 0xc0) != 0x80) return 0;
+    return size;
+}
+/* What the daemon calls things, to be printed and written to files: control characters, malformed UTF-8 and those of `other` become '?'. Zero bytes stay. */
+static void make_plain(char *text, size_t n, const char *other)
+{
+    for (size_t i = 0, size; i < n; i += size) {
+        const unsigned char b = (unsigned char)text[i];
+        size = character((const unsigned char *)text + i, n - i);
+        if (!size || (b && b < 0x20) || b == 0x7f || (b && strchr(other, b))) text[i] = '?', size = 1;
+    }
 }
 
 static call *find_call(mk_client *c, uint64_t request)
@@ -158,12 +186,31 @@ static int code_of(uint16_t wire)
     }
 }
 
+/* The daemon does not keep to the protocol: the generation ends here, whatever else comes of it. */
+static void generation_broken(mk_client_stream *s)
+{
+    s->over = 1;
+    post(s->c, MK_WIRE_CANCEL, 0, s->id, 0, NULL, NULL, 0, NULL);
+}
+
 static void on_tokens(mk_client_stream *s, const mk_wire_msg *m, uint64_t now)
 {
     if (m->h.request != s->generation || s->over) { /* of a generation that nobody reads any more */
         grant(s, m->n);
         return;
     }
+    if (s->came && m->tokens.position != s->expected) {
+        mk_fail(&s->err, MK_E_WIRE, "TOKENS: expected position %u, found %u", s->expected, m->tokens.position);
+        generation_broken(s);
+        return;
+    }
+    if (m->n > s->max_new - s->came) {
+        mk_fail(&s->err, MK_E_WIRE, "TOKENS: more than the %u tokens that were asked for", s->max_new);
+        generation_broken(s);
+        return;
+    }
+    s->came += m->n;
+    s->expected = m->tokens.position + m->n;
     if (s->count + m->n > s->cap) {
         uint32_t cap = s->cap ? s->cap : 64;
         while (cap < s->count + m->n) cap *= 2;
@@ -199,9 +246,11 @@ static void append_over(mk_client_stream *s, uint64_t request, const mk_wire_msg
             for (uint32_t i = 0; i < a->n; i++) a->logprobs[i] = NAN;
             mk_wire_items(appended, a->logprobs, a->n);
         }
+        const uint32_t in = appended->appended.appended;
         if (appended->appended.reason && !s->append_err.code)
-            mk_fail(&s->append_err, MK_E_WIRE, "append ended early (%s): %u of %u tokens are in",
-                    mk_wire_reason_name(appended->appended.reason), appended->appended.appended, a->n);
+            mk_fail(&s->append_err, MK_E_WIRE, "append ended early (%s): %u of %u tokens are in", mk_wire_reason_name(appended->appended.reason), in, a->n);
+        else if ((in != a->n || appended->n != (a->scored ? a->n : 0)) && !s->append_err.code)
+            mk_fail(&s->append_err, MK_E_WIRE, "APPENDED: expected %u tokens and %u log probabilities, found %u and %u", a->n, a->scored ? a->n : 0, in, appended->n);
     } else if (!s->append_err.code) {
         s->append_err = *err;
     }
@@ -216,7 +265,7 @@ static void on_err(mk_client *c, const mk_wire_msg *m)
     char text[MK_WIRE_MAX_TEXT + 1];
     mk_wire_text(m, text, sizeof text);
     mk_err err = {0};
-    mk_fail(&err, code_of(m->err.code), "%.500s", text);
+    mk_fail(&err, code_of(m->err.code), "%.500s", text[0] ? text : mk_wire_error_name(m->err.code));
     if (m->err.code == MK_WIRE_E_DROPPED || (m->err.code == MK_WIRE_E_HELLO && m->err.about != MK_WIRE_HELLO)) {
         lose(c, MK_E_CLOSED,
              m->err.code == MK_WIRE_E_DROPPED ? text : "mkd does not know this client any more (it has restarted or dropped it)");
@@ -244,14 +293,15 @@ static int on_trace(mk_client_trace *t, const mk_wire_msg *m, mk_err *err)
     if (m->h.type == MK_WIRE_TRACED && !t->insn) {
         const uint64_t insns = m->traced.instructions, steps = m->traced.steps;
         uint32_t names = 0, k = 0;
-        if (!insns || !steps || insns > 1u << 24 || steps > 1u << 10 || m->traced.vectors > MK_WIRE_MAX_NAMES)
-            return mk_fail(err, MK_E_WIRE, "TRACED: %llu instructions, %llu steps", (unsigned long long)insns, (unsigned long long)steps);
+        if (!insns || !steps || insns > 1u << 24 || steps > 1u << 10 || m->traced.vectors > MK_WIRE_MAX_NAMES || !m->traced.workers || m->traced.workers > insns)
+            return mk_fail(err, MK_E_WIRE, "TRACED: %llu instructions of %u workers, %llu steps", (unsigned long long)insns, m->traced.workers, (unsigned long long)steps);
         t->about = m->traced;
         t->names = calloc(m->n + 1, 1);
         t->insn = calloc(insns, sizeof *t->insn);
         t->record = calloc(insns * steps, sizeof *t->record);
         if (!t->names || !t->insn || !t->record) return mk_fail(err, MK_E_SYSTEM, "out of memory");
         memcpy(t->names, m->items, m->n);
+        make_plain(t->names, m->n, "\"\\");
         for (uint32_t i = 0; i < m->n; i++) names += !t->names[i];
         if (names < m->traced.vectors) return mk_fail(err, MK_E_WIRE, "TRACED: %u names for %u vectors", names, m->traced.vectors);
         if (!(t->vector = calloc(names + 1, sizeof *t->vector))) return mk_fail(err, MK_E_SYSTEM, "out of memory");
@@ -282,7 +332,9 @@ static void dispatch(mk_client *c, const void *data, size_t size)
     }
     mk_client_stream *s = m.h.stream ? find_stream(c, m.h.stream) : NULL;
     switch (m.h.type) {
-    case MK_WIRE_PING: post(c, MK_WIRE_PONG, 0, 0, m.h.request, &m.ping, NULL, 0, NULL); return;
+    case MK_WIRE_PING:
+        if (c->n_out < MOST_PONGS) post(c, MK_WIRE_PONG, 0, 0, m.h.request, &m.ping, NULL, 0, NULL);
+        return;
     case MK_WIRE_TOKENS:
         if (s) on_tokens(s, &m, now);
         break;
@@ -292,6 +344,7 @@ static void dispatch(mk_client *c, const void *data, size_t size)
             s->done = m.done;
             s->done_ns = now;
             s->over = 1;
+            if (m.done.generated != s->came) mk_fail(&s->err, MK_E_WIRE, "DONE: of %u tokens, %u have come", m.done.generated, s->came);
         }
         break;
     case MK_WIRE_APPENDED:
@@ -300,6 +353,7 @@ static void dispatch(mk_client *c, const void *data, size_t size)
     case MK_WIRE_ERR: on_err(c, &m); break;
     default: {
         call *k = find_call(c, m.h.request);
+        if (k && k->done) k = NULL; /* its caller has the answer, but has not come to take it */
         if (k && k->trace && m.h.type >= MK_WIRE_TRACED && m.h.type <= MK_WIRE_TRACE_RECORDS) {
             k->done |= on_trace(k->trace, &m, &k->err) != 0;
         } else if (k && k->answer == m.h.type) {
@@ -310,7 +364,7 @@ static void dispatch(mk_client *c, const void *data, size_t size)
             k->msg = m;
             k->msg.items = (unsigned char *)k->text;
             k->done = 1;
-        } else if (m.h.type == MK_WIRE_OPENED) { /* its caller has given up waiting */
+        } else if (m.h.type == MK_WIRE_OPENED) { /* its caller has given up waiting, or has another stream */
             post(c, MK_WIRE_CLOSE, 0, m.h.stream, 0, NULL, NULL, 0, NULL);
         }
     }
@@ -330,6 +384,7 @@ static int send_queued(mk_client *c)
         }
         c->out = f->next;
         if (!c->out) c->out_last = &c->out;
+        c->n_out--;
         free(f);
     }
     return 0;
@@ -358,7 +413,7 @@ static void *run(void *arg)
     pthread_mutex_lock(&c->lock);
     for (;;) {
         int full = send_queued(c);
-        if (c->quit && (!full || c->lost.code)) break;
+        if (c->quit && (!full || c->lost.code || now_ns() - c->quit_ns >= QUIT_NS)) break;
         item[0].events = (short)(ZMQ_POLLIN | (full ? ZMQ_POLLOUT : 0));
         uint64_t now = now_ns();
         if (now >= due) {
@@ -505,11 +560,17 @@ static int say_hello(mk_client *c, const char *name, int timeout_ms, mk_err *err
     if (!k.text) return mk_fail(err, MK_E_SYSTEM, "out of memory");
     mk_client_info *i = &c->info;
     i->welcome = k.msg.welcome;
+    if (!i->welcome.vocab || i->welcome.beat_ms > MOST_BEAT_MS) {
+        free(k.text);
+        return mk_fail(err, MK_E_WIRE, "WELCOME: expected a vocabulary and a beat of at most %u ms, found %u and %u", MOST_BEAT_MS, i->welcome.vocab, i->welcome.beat_ms);
+    }
     mk_wire_welcome_string(&k.msg, 0, i->model, sizeof i->model);
     mk_wire_welcome_string(&k.msg, 1, i->arch, sizeof i->arch);
     mk_wire_welcome_string(&k.msg, 2, i->build, sizeof i->build);
     mk_wire_welcome_string(&k.msg, 3, i->device, sizeof i->device);
     free(k.text);
+    char *const name_of[] = {i->model, i->arch, i->build, i->device};
+    for (size_t t = 0; t < sizeof name_of / sizeof *name_of; t++) make_plain(name_of[t], strlen(name_of[t]), "");
     pthread_mutex_lock(&c->lock);
     if (i->welcome.beat_ms) c->beat_ns = (uint64_t)i->welcome.beat_ms * 1000000;
     pthread_mutex_unlock(&c->lock);
@@ -562,6 +623,7 @@ void mk_client_destroy(mk_client **p)
     pthread_mutex_lock(&c->lock);
     for (mk_client_stream *s = c->streams; s; s = s->next) post(c, MK_WIRE_CLOSE, 0, s->id, 0, NULL, NULL, 0, NULL);
     c->quit = 1;
+    c->quit_ns = now_ns();
     pthread_mutex_unlock(&c->lock);
     if (c->started) {
         uint64_t one = 1;
@@ -626,6 +688,7 @@ int mk_client_traced(mk_client *c, uint32_t steps, int timeout_ms, mk_client_tra
     if (!t) return mk_fail(err, MK_E_SYSTEM, "out of memory");
     /* the daemon minds the time; it answers in any case, and then the records have to travel */
     int rc = ask_for(c, &k, t, MK_WIRE_TRACE, MK_WIRE_TRACED, 0, 0, &body, NULL, 0, timeout_ms + 30000, err);
+    if (!rc && t->about.steps != steps) rc = mk_fail(err, MK_E_WIRE, "TRACED: expected %u steps, found %u", steps, t->about.steps);
     if (rc)
         mk_client_trace_free(&t);
     else
@@ -723,6 +786,7 @@ static int append_post(mk_client_stream *s, const uint32_t *ids, uint32_t n, flo
     mk_wire_append body = {.n = n};
     a->request = s->c->next_request++;
     a->logprobs = logprobs;
+    a->scored = logprobs != NULL;
     a->n = n;
     int rc = post(s->c, MK_WIRE_APPEND, logprobs ? MK_APPEND_WITH_LOGPROBS : 0, s->id, a->request, &body, ids, n, err);
     if (rc) {
@@ -791,6 +855,8 @@ int mk_client_generate(mk_client_stream *s, const mk_client_generation *g, mk_er
         s->count = s->head = 0;
         s->generation = request;
         s->over = s->revoked = 0;
+        s->max_new = g->max_new;
+        s->came = 0;
         s->err.code = 0;
     }
     pthread_mutex_unlock(&s->c->lock);

@@ -27,7 +27,12 @@ static int follow(const char *dir, uint32_t n, mk_err *err)
         zmq_msg_init(&m);
         int got = zmq_msg_recv(&m, sub, 0);
         if (got >= 0) {
-            printf("%.*s\n", got, (const char *)zmq_msg_data(&m));
+            json_t *j = json_loadb(zmq_msg_data(&m), (size_t)got, 0, NULL);
+            if (j)
+                printf("%.*s\n", got, (const char *)zmq_msg_data(&m));
+            else
+                rc = mk_fail(err, MK_E_WIRE, "%s: expected JSON, found something else", url);
+            json_decref(j);
             fflush(stdout);
         } else {
             rc = mk_fail(err, errno == EAGAIN ? MK_E_TIMEOUT : MK_E_SYSTEM, "%s: nothing published within 5 s", url);
@@ -55,12 +60,13 @@ int mkctl_stats(int argc, char **argv)
         rc = follow(dir, n, &err);
     } else if (!(rc = mk_client_stats(c, &text, 5000, &err))) {
         json_t *j = json_loads(text, 0, NULL);
-        if (j)
+        if (j) {
             json_dumpf(j, stdout, JSON_INDENT(2) | JSON_PRESERVE_ORDER | JSON_REAL_PRECISION(9));
-        else
-            fputs(text, stdout);
-        putchar('\n');
-        json_decref(j);
+            putchar('\n');
+            json_decref(j);
+        } else {
+            rc = mk_fail(&err, MK_E_WIRE, "STATISTICS: expected JSON, found something else");
+        }
     }
     free(text);
     mk_client_destroy(&c);

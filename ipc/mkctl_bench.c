@@ -34,7 +34,7 @@ static int once(mk_client *c, const uint32_t *prompt, uint32_t n, uint32_t token
     if (!s) return err->code;
     uint64_t start = now_ns(), first = 0, last = 0, device_first = 0, device_last = 0;
     /* The prompt's last token waits for GENERATE, so the prompt proper is n - 1 tokens. */
-    int rc = mk_client_append(s, prompt, n, NULL, -1, err);
+    int rc = mk_client_append(s, prompt, n, NULL, 600000, err);
     uint64_t prompt_done = now_ns();
     if (!rc) rc = mk_client_generate(s, &(mk_client_generation){.max_new = tokens}, err);
     uint32_t got = 0;
@@ -46,6 +46,10 @@ static int once(mk_client *c, const uint32_t *prompt, uint32_t n, uint32_t token
             if (got != tokens)
                 rc = mk_fail(err, MK_E_WIRE, "the generation ended after %u of %u tokens (%s)", got, tokens,
                              mk_wire_reason_name(ev.done.reason));
+            break;
+        }
+        if (got == tokens) {
+            rc = mk_fail(err, MK_E_WIRE, "more tokens than the %u that were asked for", tokens);
             break;
         }
         if (!got) {
@@ -142,6 +146,8 @@ static int pinned(mk_client *c, const uint32_t *ctx, uint32_t n_ctx, const uint3
     const mk_client_info *a = mk_client_about(c);
     mk_measured m;
     int rc = mk_measure_about(c, &m, err);
+    uint32_t measured = 0;
+    if (!rc && out && (strchr(a->model, '/') || a->model[0] == '.')) rc = mk_fail(err, MK_E_WIRE, "the daemon's model has the name \"%s\", of which no file can be made", a->model);
     json_t *before = mk_measure_clocks(), *after;
     for (uint32_t i = 0; i < n_ctx * n_rows && !rc; i++) {
         mk_pinned q = *like;
@@ -155,6 +161,7 @@ static int pinned(mk_client *c, const uint32_t *ctx, uint32_t n_ctx, const uint3
             continue;
         }
         rc = mk_measure_pinned(c, &q, &r, err);
+        measured++;
         after = mk_measure_clocks();
         if (!rc) rc = mk_measure_about(c, &m, err); /* launches: as of now */
         json_t *j = rc ? NULL : pinned_report(a, &m, &q, &r, before, after, baseline);
@@ -181,6 +188,7 @@ static int pinned(mk_client *c, const uint32_t *ctx, uint32_t n_ctx, const uint3
         free(r.step_ms);
     }
     json_decref(before);
+    if (!rc && !measured) rc = mk_fail(err, MK_E_USAGE, "--ctx: no context fits a stream of this daemon");
     return rc;
 }
 

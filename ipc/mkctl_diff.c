@@ -550,6 +550,7 @@ int mkctl_diff(int argc, char **argv)
     mk_err err = {0};
     if (mkctl_parse_ids(text, &ids, &n, &err)) return mkctl_usage("diff: --ids: %s", err.msg);
     if (!n) return free(ids), mkctl_usage("diff: --ids: expected a token at least");
+    if (d.max_new > 1u << 24) return free(ids), mkctl_usage("diff: --max-new: expected at most %u, found %u", 1u << 24, d.max_new);
     d.ids = ids;
     d.n = n;
     c.context = (n + d.max_new + 2 + MK_PAGE) / MK_PAGE * MK_PAGE;

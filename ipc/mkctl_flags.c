@@ -157,7 +157,7 @@ int mkctl_flags(int argc, char **argv, const mkctl_flag *flag, size_t n_flag, co
 int mkctl_parse_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err)
 {
     size_t most = 1;
-    for (const char *p = text; *p; p++) most += *p == ',';
+    for (const char *p = text; *p; p++) most += *p == ',' || *p == ' ';
     uint32_t *out = malloc(most * sizeof *out);
     char *copy = strdup(text), *save = NULL;
     int rc = MK_OK;

@@ -175,7 +175,7 @@ int mkctl_generate(int argc, char **argv)
     uint32_t limit = mk_client_about(c)->welcome.context;
     uint64_t need = (uint64_t)n + max_new;
     o.context = context ? context : need < limit ? (uint32_t)need : 0;
-    struct sigaction sa = {.sa_handler = on_sigint};
+    struct sigaction sa = {.sa_handler = on_sigint, .sa_flags = (int)SA_RESETHAND}; /* a second one ends the program */
     sigaction(SIGINT, &sa, NULL);
     mk_client_stream *s = mk_client_open(c, &o, 5000, &err);
     rc = s ? drive(s, prompt, n, &(mk_client_generation){.max_new = max_new}, bytes != NULL, logprobs, &r, &err) : err.code;

@@ -43,7 +43,10 @@ static int score_piece(mk_client *c, uint32_t bos, const uint8_t *text, uint32_t
         for (uint32_t i = 0; i < n; i++) ids[i + 1] = text[i];
         rc = mk_client_append(s, ids, n + 1, lp, 600000, err);
         *bits = 0;
-        for (uint32_t i = 1; !rc && i <= n; i++) *bits -= (double)lp[i] / M_LN2;
+        for (uint32_t i = 1; !rc && i <= n; i++) {
+            if (!isfinite(lp[i]) || lp[i] > 1e-3f) rc = mk_fail(err, MK_E_WIRE, "token %u of a piece: its log probability is %g", i, (double)lp[i]);
+            *bits -= (double)lp[i] / M_LN2;
+        }
     }
     mk_err ignored;
     if (s) mk_client_close(&s, 10000, &ignored);

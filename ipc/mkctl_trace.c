@@ -58,7 +58,7 @@ static int start_load(mk_client *c, uint32_t ctx, uint32_t rows, float temperatu
         if (o.context < ctx + 7) o.context = ctx + 7;
     }
     if (!rc && !(l->s = mk_client_open(c, &o, 5000, err))) rc = err->code;
-    if (!rc) rc = mk_client_append(l->s, ids, prompt, NULL, -1, err);
+    if (!rc) rc = mk_client_append(l->s, ids, prompt, NULL, 600000, err);
     if (!rc) rc = mk_client_generate(l->s, &(mk_client_generation){.max_new = l->most}, err);
     if (!rc) rc = take(l, WARM + steps, err);
     free(ids);
@@ -107,6 +107,7 @@ int mkctl_trace(int argc, char **argv)
                                {"-o", MKCTL_TEXT, &out, "the same"}};
     int rc = mkctl_flags(argc, argv, flag, sizeof flag / sizeof flag[0], NULL, 0, NULL);
     if (rc) return rc < 0 ? MK_OK : rc;
+    if (!steps || steps > 1024) return mkctl_usage("trace: --steps: expected 1 to 1024, found %u", steps);
     if (!rows || rows > 8) return mkctl_usage("trace: --rows: expected 1 to 8, found %u", rows);
     if (!ctx && (rows != 1 || temperature != 0 || top_p != 1)) return mkctl_usage("trace: --rows, --temperature and --top-p need --ctx: without it somebody else generates");
     if (temperature == 0 && top_p != 1) return mkctl_usage("trace: --top-p needs --temperature");

@@ -28,6 +28,7 @@ import time
 
 MAGIC, VERSION = 0x57444B4D, 1
 MAX_FRAME, CUT, MAX_IDS, MAX_STOP, NO_WINDOW = 1 << 19, 1 << 20, 65536, 16, 0xFFFFFFFF
+MOST_BEAT_MS = 60000  # of a daemon: five of them is how long its end goes unnoticed
 HEADER = struct.Struct("<IHHIIQQ")
 REASONS = ("complete", "length", "stop", "context", "cancelled", "error")
 ERRORS = ("OK", "FRAME", "VERSION", "TYPE", "UNSUPPORTED", "HELLO", "REFUSED", "CAPACITY", "DRAINING", "DROPPED", "INTERNAL")
@@ -200,6 +201,9 @@ class Client:
         for i, key in enumerate(("model", "arch", "build", "device")):
             self.info[key] = texts[i].decode("utf-8", "replace") if i < len(texts) else ""
         self.info["stop"] = list(m.fields["stop"][: m.fields["n_stop"]])
+        if not self.info["vocab"] or self.info["beat_ms"] > MOST_BEAT_MS:
+            self.close()
+            raise Error("WELCOME: expected a vocabulary and a beat of at most %d ms, found %d and %d" % (MOST_BEAT_MS, self.info["vocab"], self.info["beat_ms"]))
         with self._changed:
             self._beat = self.info["beat_ms"] / 1000 or 1.0
 
@@ -240,7 +244,10 @@ class Client:
 
     def stats(self, timeout=5.0):
         """The daemon's statistics, a dict."""
-        return json.loads(self._ask("STATS", "STATISTICS", timeout).items)
+        try:
+            return json.loads(self._ask("STATS", "STATISTICS", timeout).items)
+        except (ValueError, RecursionError):
+            raise Error("STATISTICS: expected JSON, found something else") from None
 
     def ping(self, timeout=5.0):
         """Seconds of one round trip."""
@@ -361,7 +368,8 @@ class Client:
 
 def _refusal(m):
     code = m.fields["code"]
-    return Refused(ERRORS[code] if code < len(ERRORS) else str(code), m.items.decode("utf-8", "replace"))
+    name = ERRORS[code] if code < len(ERRORS) else str(code)
+    return Refused(name, " ".join(m.items.decode("utf-8", "replace").split()) or name)
 
 
 class Stream:
@@ -374,8 +382,9 @@ class Stream:
         self._generation, self._over, self._error = 0, True, None
         self._queue = collections.deque()
         self._appends = {}  # request -> ids asked for
-        self._logprobs = []
+        self._logprobs, self._scored = [], False
         self._append_error = None
+        self._max_new, self._came, self._expected = 0, 0, None  # of the generation: asked for, received; position of the next token
 
     def __enter__(self):
         return self
@@ -390,6 +399,7 @@ class Stream:
         """Adds token ids (any number) and waits until they are processed. With logprobs: the list of the tokens' natural log
         probabilities, NaN for the first token of a stream."""
         c, ids, sent = self.client, list(ids), 0
+        self._scored = logprobs
         end = None if timeout is None else time.monotonic() + timeout
         with c._changed:
             self._logprobs = []
@@ -419,6 +429,7 @@ class Stream:
             self._grant(len(self._queue))
             self._queue.clear()
             self._generation, self._over, self._error, self.done = request, False, None, None
+            self._max_new, self._came, self._expected = max_new, 0, None
         return self._tokens(request, timeout)
 
     def _tokens(self, request, timeout):
@@ -463,11 +474,24 @@ class Stream:
             self.client._post(encode("CREDIT", stream=self.id, tokens=self._consumed))
             self._consumed = 0
 
+    def _broken(self, why):
+        """The daemon does not keep to the protocol: the generation ends here, whatever else comes of it."""
+        self._over, self._error = True, Error(why)
+        if not self.client._lost and not self.client._quit:
+            self.client._post(encode("CANCEL", stream=self.id))
+
     def _take(self, m):
         mine = m.request == self._generation and not self._over
         if m.name == "TOKENS":
             if not mine:
                 return self._grant(len(m.items))
+            at = m.fields["position"]
+            if self._expected not in (None, at):
+                return self._broken("TOKENS: expected position %d, found %d" % (self._expected, at))
+            if self._came + len(m.items) > self._max_new:
+                return self._broken("TOKENS: more than the %d tokens that were asked for" % self._max_new)
+            self._came += len(m.items)
+            self._expected = at + len(m.items)
             now = time.monotonic()
             for i, (device_ns, number, logprob) in enumerate(m.items):
                 self._queue.append(Token(number, logprob, m.fields["position"] + i, device_ns, now))
@@ -476,12 +500,17 @@ class Stream:
             if mine:
                 f = dict(m.fields, reason=REASONS[m.fields["reason"]] if m.fields["reason"] < len(REASONS) else "?")
                 self.done, self._over = Done(**f), True
+                if self.done.generated != self._came:
+                    self._error = Error("DONE: of %d tokens, %d have come" % (self.done.generated, self._came))
         elif m.name == "APPENDED":
             asked = self._appends.pop(m.request, 0)
             self.position = m.fields["position"]
             self._logprobs += m.items
             if m.fields["reason"]:
                 self._append_error = Error("append ended early: %d of %d tokens are in" % (m.fields["appended"], asked))
+            elif asked and (m.fields["appended"] != asked or len(m.items) != (asked if self._scored else 0)):
+                self._append_error = Error("APPENDED: expected %d tokens%s, found %d and %d log probabilities" % (
+                    asked, " and as many log probabilities" if self._scored else "", m.fields["appended"], len(m.items)))
         elif m.name == "ERR":
             if mine:
                 self._over, self._error = True, _refusal(m)

@@ -11,7 +11,11 @@
 #include "tests/fake/server.h"
 
 #include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <sys/wait.h>
+#include <unistd.h>
+#include <zmq.h>
 
 static mk_client *client_of(rig *r)
 {
@@ -279,6 +283,152 @@ static void test_daemon_restarts(void **state)
     rig_stop(r);
 }
 
+/* A daemon that breaks the protocol in one way. */
+enum lie { NO_LIE, NO_VOCABULARY, LONG_BEAT, A_GAP, TOKENS_TWICE, TOO_MANY, DONE_TOO_SOON, TOO_FEW_IN, NO_SCORES, OTHER_STEPS, RECORDS_TO_NOWHERE };
+typedef struct liar {
+    char dir[64];
+    void *zmq, *sock;
+    pthread_t thread;
+    enum lie lie;
+    atomic_int stop;
+    char peer[256];
+    size_t peer_size;
+} liar;
+
+static void say(liar *l, uint16_t type, uint64_t stream, uint64_t request, const void *fixed, const void *items)
+{
+    unsigned char frame[4096];
+    const size_t size = mk_wire_encode(frame, sizeof frame, type, 0, stream, request, fixed, items);
+    if (!size || zmq_send(l->sock, l->peer, l->peer_size, ZMQ_SNDMORE) < 0 || zmq_send(l->sock, frame, size, 0) < 0) abort();
+}
+static void say_tokens(liar *l, const mk_wire_msg *m, uint32_t position, uint32_t n)
+{
+    const mk_wire_token token[8] = {{.device_ns = 1, .id = 5, .logprob = -1}};
+    const mk_wire_tokens body = {.position = position, .n = n};
+    say(l, MK_WIRE_TOKENS, m->h.stream, m->h.request, &body, token);
+}
+static void say_trace(liar *l, const mk_wire_msg *m)
+{
+    const mk_wire_trace_insn insn[2] = {{.vector = 0}, {.vector = 0}};
+    const mk_wire_trace_record record[2] = {{.rows = 1}, {.rows = 1}};
+    const mk_wire_traced traced = {.steps = m->trace.steps + (l->lie == OTHER_STEPS), .workers = 1, .instructions = 2, .vectors = 1, .n = 5};
+    const mk_wire_trace_map map = {.n = 2};
+    say(l, MK_WIRE_TRACED, 0, m->h.request, &traced, "v\0op");
+    say(l, MK_WIRE_TRACE_MAP, 0, m->h.request, &map, insn);
+    for (uint32_t i = 0; i < (l->lie == RECORDS_TO_NOWHERE ? 40 : traced.steps); i++) {
+        const mk_wire_trace_records body = {.step = i, .n = 2};
+        say(l, MK_WIRE_TRACE_RECORDS, 0, m->h.request, &body, record);
+    }
+}
+static void answer(liar *l, const mk_wire_msg *m)
+{
+    const float scores[8] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    switch (m->h.type) {
+    case MK_WIRE_HELLO: {
+        const mk_wire_welcome body = {.vocab = l->lie == NO_VOCABULARY ? 0 : 100, .context = 1000, .streams = 1, .max_ids = 100, .beat_ms = l->lie == LONG_BEAT ? 60001 : 1000, .beats = 5, .n = 8};
+        say(l, MK_WIRE_WELCOME, 0, m->h.request, &body, "m\0a\0b\0d");
+        break;
+    }
+    case MK_WIRE_OPEN: say(l, MK_WIRE_OPENED, 7, m->h.request, &(mk_wire_opened){.context = 1000, .window = 4096}, NULL); break;
+    case MK_WIRE_APPEND: {
+        const uint32_t in = m->n - (l->lie == TOO_FEW_IN);
+        const mk_wire_appended body = {.position = in, .appended = in, .n = m->h.flags && l->lie != NO_SCORES ? in : 0};
+        say(l, MK_WIRE_APPENDED, m->h.stream, m->h.request, &body, scores);
+        break;
+    }
+    case MK_WIRE_GENERATE: {
+        const mk_wire_done done = {.reason = 1, .position = 11, .generated = 8};
+        say_tokens(l, m, 3, 4);
+        if (l->lie != DONE_TOO_SOON) say_tokens(l, m, l->lie == A_GAP ? 8 : l->lie == TOKENS_TWICE ? 3 : 7, l->lie == TOO_MANY ? 5 : 4);
+        say(l, MK_WIRE_DONE, m->h.stream, m->h.request, &done, NULL);
+        break;
+    }
+    case MK_WIRE_TRACE: say_trace(l, m); break;
+    case MK_WIRE_CLOSE: say(l, MK_WIRE_CLOSED, m->h.stream, m->h.request, NULL, NULL); break;
+    }
+}
+static void *lie_on(void *arg)
+{
+    liar *l = arg;
+    while (!atomic_load(&l->stop)) {
+        unsigned char frame[4096];
+        mk_wire_msg m;
+        const int peer = zmq_recv(l->sock, l->peer, sizeof l->peer, 0);
+        if (peer < 0) continue;
+        l->peer_size = (size_t)peer;
+        const int size = zmq_recv(l->sock, frame, sizeof frame, 0);
+        if (size > 0 && !mk_wire_decode(frame, (size_t)size, MK_WIRE_CLIENT, &m, NULL)) answer(l, &m);
+    }
+    return NULL;
+}
+static void liar_start(liar *l, enum lie lie)
+{
+    char url[100];
+    memset(l, 0, sizeof *l);
+    l->lie = lie;
+    strcpy(l->dir, "/tmp/mkd-liar-XXXXXX");
+    assert_non_null(mkdtemp(l->dir));
+    snprintf(url, sizeof url, "ipc://%s/req.sock", l->dir);
+    l->zmq = zmq_ctx_new();
+    l->sock = zmq_socket(l->zmq, ZMQ_ROUTER);
+    zmq_setsockopt(l->sock, ZMQ_RCVTIMEO, &(int){20}, sizeof(int));
+    zmq_setsockopt(l->sock, ZMQ_LINGER, &(int){0}, sizeof(int));
+    assert_int_equal(zmq_bind(l->sock, url), 0);
+    assert_int_equal(pthread_create(&l->thread, NULL, lie_on, l), 0);
+}
+static void liar_stop(liar *l)
+{
+    char path[100];
+    atomic_store(&l->stop, 1);
+    pthread_join(l->thread, NULL);
+    zmq_close(l->sock);
+    zmq_ctx_term(l->zmq);
+    snprintf(path, sizeof path, "%s/req.sock", l->dir);
+    unlink(path);
+    rmdir(l->dir);
+}
+/* Opens a stream, appends with log probabilities, generates and traces; the first error. */
+static int use(mk_client *c, mk_err *err)
+{
+    float scores[3];
+    mk_client_event ev = {0};
+    mk_client_trace *t = NULL;
+    mk_client_stream *s = mk_client_open(c, NULL, 5000, err);
+    if (!s) return err->code;
+    int rc = mk_client_append(s, (uint32_t[]){1, 2, 3}, 3, scores, 5000, err);
+    if (!rc) rc = mk_client_generate(s, &(mk_client_generation){.max_new = 8}, err);
+    while (!rc && ev.kind != MK_CLIENT_DONE) rc = mk_client_next(s, &ev, 5000, err);
+    if (!rc) rc = mk_client_traced(c, 1, 5000, &t, err);
+    mk_client_trace_free(&t);
+    return rc;
+}
+static void test_daemon_lies(void **state)
+{
+    (void)state;
+    const char *const text[] = {
+        [NO_VOCABULARY] = "WELCOME: expected a vocabulary and a beat of at most 60000 ms, found 0 and 1000",
+        [LONG_BEAT] = "WELCOME: expected a vocabulary and a beat of at most 60000 ms, found 100 and 60001",
+        [A_GAP] = "TOKENS: expected position 7, found 8",
+        [TOKENS_TWICE] = "TOKENS: expected position 7, found 3",
+        [TOO_MANY] = "TOKENS: more than the 8 tokens that were asked for",
+        [DONE_TOO_SOON] = "DONE: of 8 tokens, 4 have come",
+        [TOO_FEW_IN] = "APPENDED: expected 3 tokens and 3 log probabilities, found 2 and 2",
+        [NO_SCORES] = "APPENDED: expected 3 tokens and 3 log probabilities, found 3 and 0",
+        [OTHER_STEPS] = "TRACED: expected 1 steps, found 2",
+        [RECORDS_TO_NOWHERE] = NULL, /* behind a trace that is whole: of no use to anybody */
+    };
+    for (enum lie lie = NO_LIE; lie <= RECORDS_TO_NOWHERE; lie++) {
+        liar l;
+        mk_err err = {0};
+        liar_start(&l, lie);
+        mk_client *c = mk_client_new(l.dir, "test", 5000, &err);
+        const int rc = c ? use(c, &err) : err.code;
+        mk_client_destroy(&c);
+        liar_stop(&l);
+        if (text[lie] ? rc != MK_E_WIRE || strcmp(err.msg, text[lie]) : rc) fail_msg("lie %d: expected \"%s\", found %d, \"%s\"", lie, text[lie] ? text[lie] : "nothing", rc, err.msg);
+    }
+}
+
 /* Several threads, a stream each, on one client. */
 typedef struct worker {
     mk_client *c;
@@ -402,6 +552,12 @@ static void test_mkctl(void **state)
     WRONG(MK_E_USAGE, "mkctl: generate: unexpected argument \"prompt\"", mkctl_generate, "generate", "prompt");
     WRONG(MK_E_USAGE, "either --ids or --bytes", mkctl_generate, "generate");
     WRONG(MK_E_USAGE, "expected whole numbers like 1,2,3, found \"x\"", mkctl_generate, "generate", "--ids", "1,x");
+    uint32_t *ids = NULL, n = 0;
+    OK(mkctl_parse_ids("1 2  3,4 5 6 7 8 9 10 11 12", &ids, &n, err));
+    assert_true(n == 12 && ids[11] == 12);
+    free(ids);
+    WRONG(MK_E_USAGE, "trace: --steps: expected 1 to 1024, found 1431655766", mkctl_trace, "trace", "--ctx", "16", "--steps", "1431655766");
+    WRONG(MK_E_USAGE, "diff: --max-new: expected at most 16777216, found 4294907300", mkctl_diff, "diff", "x", "--ids", "1", "--max-new", "4294907300");
     WRONG(MK_E_USAGE, "the prompt is empty", mkctl_generate, "generate", "--ids", "");
     WRONG(MK_E_CLOSED, "no mkd listens there", mkctl_generate, "generate", "--socket-dir", "/nowhere", "--ids", "1");
     WRONG(MK_E_WIRE, "mkctl generate: APPEND: token id 1234 (the 0-th) is outside", mkctl_generate, "generate", "--socket-dir", r->dir,
@@ -523,6 +679,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_session),     cmocka_unit_test(test_refusals),        cmocka_unit_test(test_cancel_and_timeouts),
         cmocka_unit_test(test_busy_program), cmocka_unit_test(test_daemon_goes),     cmocka_unit_test(test_daemon_restarts),
+        cmocka_unit_test(test_daemon_lies),
         cmocka_unit_test(test_threads),     cmocka_unit_test(test_mkctl),           cmocka_unit_test(test_python),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

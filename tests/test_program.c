@@ -167,6 +167,8 @@ static void no_such_file(void **state)
     mk_err err = {0};
     assert_int_equal(mk_program_save(p, "/nonexistent/dir/x.mkp", &err), MK_E_SYSTEM);
     assert_non_null(strstr(err.msg, "/nonexistent/dir/x.mkp"));
+    assert_int_equal(mk_program_save(p, "/tmp", &err), MK_E_SYSTEM);
+    assert_string_equal(err.msg, "/tmp: expected a regular file, or none: it would be replaced");
     mk_program_destroy(&p);
     assert_int_equal(mk_program_load("/tmp", &p, NULL), MK_E_SYSTEM);
     assert_null(p);

@@ -106,6 +106,7 @@ static void header(void **state)
     BREAK(p->info.hidden = 0, "program", "hidden is 0");
     BREAK(p->info.kv_layers = 9, "program", "kv_layers is 9, expected 0 to 3");
     BREAK(p->info.expert_part_bytes = 1, "program", "expert_part_bytes");
+    BREAK(p->info.local_bytes += 8, "program", "expected a multiple of 16");
     BREAK(p->queue[0] = 1, "queue offsets", "the first is 1");
     BREAK(p->queue[2] = p->queue[1] - 1, "queue offsets", "worker 1 has");
     BREAK(p->queue[3] = 1u << 30, "queue offsets", "worker 2 has");
