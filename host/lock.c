@@ -2,12 +2,13 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 struct mk_lock {
@@ -18,13 +19,14 @@ int mk_lock_take(const char *dir, mk_lock **lock, mk_err *err)
 {
     *lock = NULL;
     struct stat st;
+    const size_t most = sizeof((struct sockaddr_un *)0)->sun_path - sizeof "/stats.sock"; /* the longest name there that is a socket's */
+    if (strlen(dir) > most) return mk_fail(err, MK_E_USAGE, "the socket directory's path has %zu bytes, expected at most %zu: %.300s", strlen(dir), most, dir);
     if (mkdir(dir, 0750) != 0 && errno != EEXIST)
         return mk_fail(err, MK_E_SYSTEM, "cannot make the socket directory %.300s: %s", dir, strerror(errno));
     if (stat(dir, &st) != 0) return mk_fail(err, MK_E_SYSTEM, "%.300s: %s", dir, strerror(errno));
     if (!S_ISDIR(st.st_mode)) return mk_fail(err, MK_E_SYSTEM, "%.300s is not a directory", dir);
-    char path[PATH_MAX];
-    if (snprintf(path, sizeof path, "%s/mkd.lock", dir) >= (int)sizeof path)
-        return mk_fail(err, MK_E_USAGE, "the path of the socket directory is too long");
+    char path[sizeof((struct sockaddr_un *)0)->sun_path + sizeof "/mkd.lock"];
+    snprintf(path, sizeof path, "%s/mkd.lock", dir);
     int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0640);
     if (fd < 0) return mk_fail(err, MK_E_SYSTEM, "cannot open the lock file %.300s: %s", path, strerror(errno));
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {

@@ -353,7 +353,7 @@ static void dispatch(mk_client *c, const void *data, size_t size)
     case MK_WIRE_ERR: on_err(c, &m); break;
     default: {
         call *k = find_call(c, m.h.request);
-        if (k && k->done) k = NULL; /* its caller has the answer, but has not come to take it */
+        if (k && k->done) break; /* its caller has the answer, and has not come to take it yet */
         if (k && k->trace && m.h.type >= MK_WIRE_TRACED && m.h.type <= MK_WIRE_TRACE_RECORDS) {
             k->done |= on_trace(k->trace, &m, &k->err) != 0;
         } else if (k && k->answer == m.h.type) {
@@ -364,7 +364,7 @@ static void dispatch(mk_client *c, const void *data, size_t size)
             k->msg = m;
             k->msg.items = (unsigned char *)k->text;
             k->done = 1;
-        } else if (m.h.type == MK_WIRE_OPENED) { /* its caller has given up waiting, or has another stream */
+        } else if (m.h.type == MK_WIRE_OPENED && !s) { /* its caller has given up waiting */
             post(c, MK_WIRE_CLOSE, 0, m.h.stream, 0, NULL, NULL, 0, NULL);
         }
     }

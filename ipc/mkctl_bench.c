@@ -267,6 +267,12 @@ int mkctl_bench(int argc, char **argv)
         return mkctl_usage("bench: --repeat: expected 1 to 100000 and at most 100000000 tokens in all, found %u", repeat);
 
     mk_err err = {0};
+    FILE *f = out ? fopen(out, "a") : NULL; /* before anything is measured */
+    if (out && !f) {
+        mk_fail(&err, MK_E_SYSTEM, "%s: %s", out, strerror(errno));
+        return mkctl_failed("bench", &err);
+    }
+    if (f) fclose(f);
     size_t total = (size_t)repeat * tokens;
     sample q = {.device_ms = malloc(total * sizeof(double)),
                 .client_ms = malloc(total * sizeof(double)),

@@ -113,7 +113,7 @@ if [ ! -e /dev/nvidiactl ]; then check "--device gpu without a driver" refused 9
 check "socket directory without a parent" refused 6 "cannot make the socket directory" --model "$MODEL" --socket-dir "$T/no/dir"
 check "flight directory that does not exist" refused 6 "--flight-dir: cannot write to $T/no/dir" --model "$MODEL" --socket-dir "$S" --flight-dir "$T/no/dir"
 long=$T/$(printf 'd%.0s' {1..100})
-check "socket directory with a name too long for a socket" refused 2 "" --model "$MODEL" --socket-dir "$long"
+check "socket directory with a name too long for a socket" refused 2 "the socket directory's path has" --model "$MODEL" --socket-dir "$long"
 
 # ---- ready, serve, second daemon, stop -----------------------------------------------------------------------------------
 python3 - "$T/notify" >"$T/notified" <<'PY' &
