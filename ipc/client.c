@@ -141,26 +141,6 @@ static void lose(mk_client *c, int code, const char *why)
     pthread_cond_broadcast(&c->changed);
 }
 
-/* The bytes of the UTF-8 character at s, which has n: 0: it is malformed. */
-static size_t character(const unsigned char *s, size_t n)
-{
-    const unsigned b = s[0], least = b == 0xe0 ? 0xa0 : b == 0xf0 ? 0x90 : 0x80, most = b == 0xed ? 0x9f : b == 0xf4 ? 0x8f : 0xbf;
-    const size_t size = b < 0x80 ? 1 : b >= 0xc2 && b <= 0xdf ? 2 : b >= 0xe0 && b <= 0xef ? 3 : b >= 0xf0 && b <= 0xf4 ? 4 : 0;
-    if (size > n || (size > 1 && (s[1] < least || s[1] > most))) return 0;
-    for (size_t i = 2; i < size; i++)
-        if ((s[i] & 0xc0) != 0x80) return 0;
-    return size;
-}
-/* What the daemon calls things, to be printed and written to files: control characters, malformed UTF-8 and those of `other` become '?'. Zero bytes stay. */
-static void make_plain(char *text, size_t n, const char *other)
-{
-    for (size_t i = 0, size; i < n; i += size) {
-        const unsigned char b = (unsigned char)text[i];
-        size = character((const unsigned char *)text + i, n - i);
-        if (!size || (b && b < 0x20) || b == 0x7f || (b && strchr(other, b))) text[i] = '?', size = 1;
-    }
-}
-
 static call *find_call(mk_client *c, uint64_t request)
 {
     call *k = c->calls;
@@ -186,7 +166,7 @@ static int code_of(uint16_t wire)
     }
 }
 
-/* The daemon does not keep to the protocol: the generation ends here, whatever else comes of it. */
+/* The daemon does not keep to the protocol, as s->err says: the generation ends here, whatever else comes of it. */
 static void generation_broken(mk_client_stream *s)
 {
     s->over = 1;
@@ -301,7 +281,7 @@ static int on_trace(mk_client_trace *t, const mk_wire_msg *m, mk_err *err)
         t->record = calloc(insns * steps, sizeof *t->record);
         if (!t->names || !t->insn || !t->record) return mk_fail(err, MK_E_SYSTEM, "out of memory");
         memcpy(t->names, m->items, m->n);
-        make_plain(t->names, m->n, "\"\\");
+        mk_wire_plain(t->names, m->n, "\"\\");
         for (uint32_t i = 0; i < m->n; i++) names += !t->names[i];
         if (names < m->traced.vectors) return mk_fail(err, MK_E_WIRE, "TRACED: %u names for %u vectors", names, m->traced.vectors);
         if (!(t->vector = calloc(names + 1, sizeof *t->vector))) return mk_fail(err, MK_E_SYSTEM, "out of memory");
@@ -569,8 +549,6 @@ static int say_hello(mk_client *c, const char *name, int timeout_ms, mk_err *err
     mk_wire_welcome_string(&k.msg, 2, i->build, sizeof i->build);
     mk_wire_welcome_string(&k.msg, 3, i->device, sizeof i->device);
     free(k.text);
-    char *const name_of[] = {i->model, i->arch, i->build, i->device};
-    for (size_t t = 0; t < sizeof name_of / sizeof *name_of; t++) make_plain(name_of[t], strlen(name_of[t]), "");
     pthread_mutex_lock(&c->lock);
     if (i->welcome.beat_ms) c->beat_ns = (uint64_t)i->welcome.beat_ms * 1000000;
     pthread_mutex_unlock(&c->lock);

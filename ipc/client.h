@@ -85,7 +85,7 @@ typedef struct mk_client_event {
     mk_wire_done done;    /* DONE */
 } mk_client_event;
 
-/* The generation's next event: its tokens in order, then one DONE. A refused GENERATE is an error here (and there is no DONE then).
+/* The generation's next event: its tokens in order, never more than were asked for, then one DONE. A refused GENERATE is an error here (and there is no DONE then).
  * MK_E_BUG: nothing was asked for. */
 int mk_client_next(mk_client_stream *s, mk_client_event *ev, int timeout_ms, mk_err *err);
 

@@ -146,11 +146,32 @@ uint32_t mk_wire_items(const mk_wire_msg *m, void *dst, uint32_t most)
     return n;
 }
 
+/* The bytes of the UTF-8 character at s, which has n: 0: it is malformed. */
+static size_t character(const unsigned char *s, size_t n)
+{
+    const unsigned b = s[0], least = b == 0xe0 ? 0xa0 : b == 0xf0 ? 0x90 : 0x80, most = b == 0xed ? 0x9f : b == 0xf4 ? 0x8f : 0xbf;
+    const size_t size = b < 0x80 ? 1 : b >= 0xc2 && b <= 0xdf ? 2 : b >= 0xe0 && b <= 0xef ? 3 : b >= 0xf0 && b <= 0xf4 ? 4 : 0;
+    if (size > n || (size > 1 && (s[1] < least || s[1] > most))) return 0;
+    for (size_t i = 2; i < size; i++)
+        if ((s[i] & 0xc0) != 0x80) return 0;
+    return size;
+}
+
+void mk_wire_plain(char *text, size_t n, const char *other)
+{
+    for (size_t i = 0, size; i < n; i += size) {
+        const unsigned char b = (unsigned char)text[i];
+        size = character((const unsigned char *)text + i, n - i);
+        if (!size || (b && b < 0x20) || b == 0x7f || (b && strchr(other, b))) text[i] = '?', size = 1;
+    }
+}
+
 static void show(char *dst, size_t cap, const unsigned char *src, size_t n)
 {
     if (!cap) return;
     if (n > cap - 1) n = cap - 1;
-    for (size_t i = 0; i < n; i++) dst[i] = (char)(src[i] < 0x20 || src[i] == 0x7f ? '?' : src[i]);
+    for (size_t i = 0; i < n; i++) dst[i] = (char)(src[i] ? src[i] : '?');
+    mk_wire_plain(dst, n, "");
     dst[n] = 0;
 }
 

@@ -440,7 +440,10 @@ size_t mk_wire_size(uint16_t type, uint32_t n);
 
 /* Items out of a decoded frame: the first `most`; returns how many were copied. dst holds items of the type's size. */
 uint32_t mk_wire_items(const mk_wire_msg *m, void *dst, uint32_t most);
-/* Text out of a decoded frame, with control bytes shown as '?' and a zero byte at the end. */
+/* Makes text of another program fit to be printed and written to files: control bytes, bytes that are no UTF-8 and the characters of `other` become
+ * '?'. Zero bytes stay: they end the names of a list. */
+void mk_wire_plain(char *text, size_t n, const char *other);
+/* Text out of a decoded frame, made plain, with '?' for a zero byte in it and a zero byte at the end. */
 void mk_wire_text(const mk_wire_msg *m, char *dst, size_t cap);
 /* String i (0..3) of WELCOME: "" where there is none. */
 void mk_wire_welcome_string(const mk_wire_msg *m, int i, char *dst, size_t cap);

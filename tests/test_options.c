@@ -194,16 +194,23 @@ static void test_unloaded(void **state)
     assert_true(!o.unloaded && o.self_test);
 }
 
+/* What --print-config says of o; the caller frees it. */
+static char *printed(void)
+{
+    char *text = NULL;
+    size_t n;
+    FILE *f = open_memstream(&text, &n);
+    mk_options_print(&o, f);
+    fclose(f);
+    return text;
+}
+
 /* What follows from another option says so, and is not to be contradicted. */
 static void test_implied(void **state)
 {
     (void)state;
-    char *text = NULL;
-    size_t size;
     assert_int_equal(PARSE("--preset", "kimi-linear-48b", "--unloaded", "yes", "--synthetic", "yes", "--print-config"), MK_OK);
-    FILE *f = open_memstream(&text, &size);
-    mk_options_print(&o, f);
-    fclose(f);
+    char *text = printed();
     assert_non_null(strstr(text, "# --preset\nweights = fp8\n"));
     assert_non_null(strstr(text, "# flag\nsynthetic = yes\n"));
     assert_non_null(strstr(text, "# --preset\nbench = yes\n"));
@@ -224,11 +231,7 @@ static void test_print_round_trip(void **state)
                            "--kv-tokens", "12345678901", "--print-config"),
                      MK_OK);
     mk_options first = o;
-    char *text = NULL, *again = NULL;
-    size_t n;
-    FILE *f = open_memstream(&text, &n);
-    mk_options_print(&o, f);
-    fclose(f);
+    char *text = printed();
     assert_non_null(strstr(text, "memory = 7516192768\n"));
     assert_non_null(strstr(text, "# flag\nweights = bf16\n"));
     assert_non_null(strstr(text, "# default\nstreams = 8\n"));
@@ -236,9 +239,7 @@ static void test_print_round_trip(void **state)
     assert_string_equal(o.model, first.model);
     assert_int_equal(o.kv_tokens, first.kv_tokens);
     assert_true(o.drain_seconds == first.drain_seconds);
-    f = open_memstream(&again, &n);
-    mk_options_print(&o, f);
-    fclose(f);
+    char *again = printed();
     assert_non_null(strstr(again, "# mkd.conf:"));
     /* the values are the same; the comments say where they come from */
     char *a, *b, *la = strtok_r(text, "\n", &a), *lb = strtok_r(again, "\n", &b);

@@ -287,14 +287,23 @@ static void pinned(void **state)
 
 /* ---- who has a row -------------------------------------------------------------------------------------------------- */
 
-/* Opens slots 0 to n - 1, each of which generates `tokens` behind the token 100 + its number. */
+/* Opens slot i, which generates `tokens` behind the token 100 + its number. */
+static void generates(uint32_t i, uint32_t tokens)
+{
+    open_slot(i);
+    append(i, (uint32_t[]){100 + i}, 1, 1);
+    generate(i, tokens);
+}
+/* Slots 0 to n - 1. */
 static void generating(uint32_t n, uint32_t tokens)
 {
-    for (uint32_t i = 0; i < n; i++) {
-        open_slot(i);
-        append(i, (uint32_t[]){100 + i}, 1, 1);
-        generate(i, tokens);
-    }
+    for (uint32_t i = 0; i < n; i++) generates(i, tokens);
+}
+/* Opens slot i with a prompt of n tokens, whatever they are. */
+static void prompted(uint32_t i, uint32_t n)
+{
+    open_slot(i);
+    append(i, NULL, n, 0);
 }
 /* How many rows of the composed step are slot i's. */
 static uint32_t rows_of(uint32_t i)
@@ -322,10 +331,9 @@ static void turns(void **state)
 static void prompt_beside_many(void **state)
 {
     (void)state;
-    uint32_t prompt[] = {1, 2, 3, 4, 5, 6, 7, 8, 9}, had[8] = {0}, steps = 0;
+    uint32_t had[8] = {0}, steps = 0;
     generating(8, 40);
-    open_slot(8);
-    append(8, prompt, 9, 0);
+    prompted(8, 9);
     for (compose(); g->st[8].pos < 8; finish(60), compose(), steps++) {
         assert_int_equal(g->s.next.nrows, MK_MAX_ROWS);
         assert_int_equal(rows_of(8), 1);
@@ -342,10 +350,8 @@ static void prompt_beside_many(void **state)
 static void prompt_beside_few(void **state)
 {
     (void)state;
-    uint32_t prompt[] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
     generating(3, 40);
-    open_slot(8);
-    append(8, prompt, 9, 0);
+    prompted(8, 9);
     compose();
     assert_int_equal(g->s.next.nrows, MK_MAX_ROWS);
     assert_int_equal(rows_of(8), MK_MAX_ROWS - 3);
@@ -374,11 +380,7 @@ static void prompts_beside_many(void **state)
 {
     (void)state;
     uint32_t prompt[] = {1, 2, 3, 4, 5};
-    for (uint32_t i = 10; i-- > 2;) {
-        open_slot(i);
-        append(i, (uint32_t[]){100 + i}, 1, 1);
-        generate(i, 40);
-    }
+    for (uint32_t i = 10; i-- > 2;) generates(i, 40);
     for (uint32_t i = 2; i-- > 0;) { /* 1 is older than 0 */
         open_slot(i);
         append(i, prompt, 5, 1);
@@ -439,10 +441,8 @@ static void pinned_among_others(void **state)
 static void prompt_with_little_room(void **state)
 {
     (void)state;
-    uint32_t prompt[] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
     generating(8, 40);
-    open_slot(8);
-    append(8, prompt, 9, 0);
+    prompted(8, 9);
     for (uint32_t rows = MK_MAX_ROWS; rows > 0; rows--) {
         g->read = g->s.event_next - (MK_EVENT_RING - rows * MK_SCHED_EVENTS - 8 * (g->s.step == 0)); /* some are told at once: appends of one token */
         compose();

@@ -312,6 +312,9 @@ static void test_text(void **state)
     assert_string_equal(text, "a?b?[c");
     mk_wire_text(&m, text, 3);
     assert_string_equal(text, "a?");
+    char names[] = "a\n\0\"\xc3\xa9\0\xc3\xc0\xaf\xed\xa0\x80z\xe2\x82"; /* a letter, then an overlong one, a surrogate and one cut off */
+    mk_wire_plain(names, sizeof names - 1, "\"\\");
+    assert_memory_equal(names, "a?\0?\xc3\xa9\0??????z??", sizeof names);
     mk_wire_welcome w = {.n = 9};
     n = mk_wire_encode(f, sizeof f, MK_WIRE_WELCOME, 0, 0, 0, &w, "ab\0\0cde\0x"); /* the fourth lacks its zero byte */
     assert_int_equal(mk_wire_decode(f, n, MK_WIRE_DAEMON, &m, NULL), 0);
