@@ -65,6 +65,12 @@ int mkctl_flags(int argc, char **argv, const mkctl_flag *flag, size_t n_flag, co
 /* "1,2,3" -> a malloc()ed array. MK_E_USAGE names what is no number. */
 int mkctl_parse_ids(const char *text, uint32_t **ids, uint32_t *n, mk_err *err);
 
+/* How long a prompt of n tokens is waited for, in milliseconds: ten minutes, and as long as it takes at ten tokens a second. */
+static inline int mkctl_prompt_ms(uint32_t n)
+{
+    return 600000 + 100 * (int)(n < 10000000 ? n : 10000000);
+}
+
 /* What `plan` and `validate` both say of a program that was proven (mkctl_validate.c). */
 void mkctl_print_validation(const struct mk_program *p, const struct mk_validation *v);
 

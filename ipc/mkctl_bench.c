@@ -34,7 +34,7 @@ static int once(mk_client *c, const uint32_t *prompt, uint32_t n, uint32_t token
     if (!s) return err->code;
     uint64_t start = now_ns(), first = 0, last = 0, device_first = 0, device_last = 0;
     /* The prompt's last token waits for GENERATE, so the prompt proper is n - 1 tokens. */
-    int rc = mk_client_append(s, prompt, n, NULL, 600000 + 100 * (int)n, err); /* at ten tokens a second and more */
+    int rc = mk_client_append(s, prompt, n, NULL, mkctl_prompt_ms(n), err);
     uint64_t prompt_done = now_ns();
     if (!rc) rc = mk_client_generate(s, &(mk_client_generation){.max_new = tokens}, err);
     uint32_t got = 0;

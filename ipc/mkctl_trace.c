@@ -58,7 +58,7 @@ static int start_load(mk_client *c, uint32_t ctx, uint32_t rows, float temperatu
         if (o.context < ctx + 7) o.context = ctx + 7;
     }
     if (!rc && !(l->s = mk_client_open(c, &o, 5000, err))) rc = err->code;
-    if (!rc) rc = mk_client_append(l->s, ids, prompt, NULL, 600000 + 100 * (int)(prompt < 10000000 ? prompt : 10000000), err);
+    if (!rc) rc = mk_client_append(l->s, ids, prompt, NULL, mkctl_prompt_ms(prompt), err);
     if (!rc) rc = mk_client_generate(l->s, &(mk_client_generation){.max_new = l->most}, err);
     if (!rc) rc = take(l, WARM + steps, err);
     free(ids);
