@@ -360,14 +360,11 @@ void mk_server_abort(mk_server *v)
 
 /* ---- setup ---------------------------------------------------------------------------------------------------------- */
 
-/* A copy that JSON can hold: bytes that are no UTF-8 become '?'. */
-static char *utf8(const char *text)
+/* A copy that JSON can hold and a terminal shows (ipc/wire.h). */
+static char *plain(const char *text)
 {
     char *copy = strdup(text);
-    json_t *j = copy ? json_string(copy) : NULL;
-    for (char *p = copy; copy && !j && *p; p++)
-        if (*p & 0x80) *p = '?';
-    json_decref(j);
+    if (copy) mk_wire_plain(copy, strlen(copy), "");
     return copy;
 }
 
@@ -423,8 +420,8 @@ mk_server *mk_server_new(const mk_server_config *cfg, mk_engine *e, mk_streams *
     v->pin = cfg->pin;
     v->log = cfg->log;
     v->log_arg = cfg->log_arg;
-    v->build = utf8(cfg->build ? cfg->build : "mkd");
-    v->model = utf8(cfg->model ? cfg->model : mk_engine_model(e)->arch);
+    v->build = plain(cfg->build ? cfg->build : "mkd");
+    v->model = plain(cfg->model ? cfg->model : mk_engine_model(e)->arch);
     v->clients = calloc(v->max_clients, sizeof *v->clients);
     v->wake = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     v->zmq = zmq_ctx_new();

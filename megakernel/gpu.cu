@@ -558,6 +558,7 @@ static int reset(mk_gpu *g, uint32_t epoch0, mk_err *err)
     s.token = g->token;
     s.max_context = g->cfg.context;
     s.n_slots = slots;
+    s.apart = g->prog->info.expert_bytes != 0;
     s.st = g->st;
     s.rest = g->rest;
     s.active = g->active;

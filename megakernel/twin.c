@@ -89,6 +89,7 @@ int mk_twin_new(const mk_program *p, const mk_twin_config *cfg, mk_twin **out, m
     s->token = m->token;
     s->max_context = cfg->context;
     s->n_slots = cfg->slots;
+    s->apart = i->expert_bytes != 0;
     t->pc = (uint32_t *)(t->scratch + scratch_floats);
     t->since = (uint64_t *)(t->trace + (size_t)mk_trace_limit(i->n_insn) * i->n_insn);
     mk_exchange_reset(p, m, t->epoch0);
@@ -251,6 +252,6 @@ void mk_twin_restart(mk_twin *t)
     memset(was.st, 0, was.n_slots * (sizeof *was.st + sizeof *was.rest + 4));
     *was.event_read = 0;
     *s = (mk_sched){.submit = was.submit, .event = was.event, .event_read = was.event_read, .slot = was.slot, .token = was.token,
-                    .max_context = was.max_context, .n_slots = was.n_slots, .st = was.st, .rest = was.rest, .active = was.active};
+                    .max_context = was.max_context, .n_slots = was.n_slots, .apart = was.apart, .st = was.st, .rest = was.rest, .active = was.active};
     mk_exchange_reset(t->prog, &t->mem, t->epoch0);
 }

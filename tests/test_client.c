@@ -60,7 +60,7 @@ static void test_session(void **state)
     const mk_client_info *a = mk_client_about(c);
     assert_string_equal(a->model, "fake");
     assert_string_equal(a->arch, "FakeForCausalLM");
-    assert_string_equal(a->build, "test 1");
+    assert_string_equal(a->build, "test?1");
     assert_string_equal(a->device, "no device: a test's double");
     assert_int_equal(a->welcome.vocab, FAKE_VOCAB);
 
@@ -581,7 +581,7 @@ static void test_mkctl(void **state)
     assert_int_equal(RUN(mkctl_stats, "stats", "--socket-dir", r->dir, "--follow", "2"), MK_OK);
     assert_non_null(strstr(out, "}\n{\"version\":1"));
     assert_int_equal(RUN(mkctl_ping, "ping", "--socket-dir", r->dir, "--count", "20"), MK_OK);
-    assert_non_null(strstr(out, "test 1, fake on no device: a test's double: 20 round trips, p50 "));
+    assert_non_null(strstr(out, "test?1, fake on no device: a test's double: 20 round trips, p50 "));
     rig_stop(r);
 }
 

@@ -305,6 +305,15 @@ static void prompted(uint32_t i, uint32_t n)
     open_slot(i);
     append(i, NULL, n, 0);
 }
+/* Opens slot i, pinned, which generates `rows` rows a step. */
+static void pins(uint32_t i, uint32_t rows)
+{
+    g->slot[i] = (mk_slot){.generation = 1, .credits = ~0ull, .context = CONTEXT, .pin = 30, .pin_rows = rows, .pin_vocab = 1000};
+    put((mk_submit){.op = MK_SUB_OPEN, .slot = (uint16_t)i, .generation = 1});
+    append(i, (uint32_t[]){1}, 1, 0);
+    generate(i, 40);
+}
+
 /* How many rows of the composed step are slot i's. */
 static uint32_t rows_of(uint32_t i)
 {
@@ -361,13 +370,8 @@ static void prompt_beside_few(void **state)
 static void pinned_beside_another(void **state)
 {
     (void)state;
-    g->slot[0] = (mk_slot){.generation = 1, .credits = ~0ull, .context = CONTEXT, .pin = 30, .pin_rows = MK_MAX_ROWS, .pin_vocab = 1000};
-    put((mk_submit){.op = MK_SUB_OPEN, .generation = 1});
-    append(0, (uint32_t[]){1}, 1, 0);
-    generate(0, 20);
-    open_slot(1);
-    append(1, (uint32_t[]){100}, 1, 1);
-    generate(1, 20);
+    pins(0, MK_MAX_ROWS);
+    generates(1, 20);
     compose();
     for (uint32_t step = 0; step < 6; step++, finish(60), compose()) {
         assert_int_equal(rows_of(0), step % 2 ? 0 : MK_MAX_ROWS);
@@ -396,7 +400,7 @@ static void prompts_beside_many(void **state)
     }
 }
 
-/* The first one that is left out begins; when it was the last of the list and the list has become shorter, the list's first one. */
+/* The first one that is left out begins, although an older stream has closed; when it has closed itself and was the last of the list, the list's first one. */
 static void who_begins(void **state)
 {
     (void)state;
@@ -406,12 +410,100 @@ static void who_begins(void **state)
     for (uint32_t step = 0; step < 7; step++, finish(60), compose()) assert_int_equal(g->s.next.row[0].slot, begins[step]);
     assert_int_equal(g->s.rr, 4); /* that composed the eighth */
     finish(60);
-    g->s.rr = 9;
     put((mk_submit){.op = MK_SUB_CLOSE, .slot = 3, .generation = 1});
+    compose();
+    assert_int_equal(g->s.next.nrows, MK_MAX_ROWS);
+    assert_int_equal(g->s.next.row[0].slot, 4);
+    finish(60);
+    g->s.rr = 8; /* slot 9's place */
+    put((mk_submit){.op = MK_SUB_CLOSE, .slot = 9, .generation = 1});
     compose();
     assert_int_equal(g->s.next.nrows, MK_MAX_ROWS);
     assert_int_equal(g->s.next.row[0].slot, 0);
     for (uint32_t i = 0; i < 10; i++) assert_true(rows_of(i) <= 1);
+}
+
+/* Two streams that generate have steps of their own in a model with experts; three have not, nor have two beside a prompt, nor has one beside a stream without credits. */
+static void two_in_turn(void **state)
+{
+    (void)state;
+    generating(2, 40);
+    compose();
+    for (uint32_t step = 0; step < 3; step++, finish(60), compose()) assert_int_equal(g->s.next.nrows, 2);
+    g->s.apart = 1;
+    finish(60);
+    compose();
+    const uint32_t begins = g->s.next.row[0].slot;
+    for (uint32_t step = 0; step < 6; step++, finish(60), compose()) {
+        assert_int_equal(g->s.next.nrows, 1);
+        assert_int_equal(g->s.next.row[0].slot, step & 1 ? 1 - begins : begins);
+    }
+    finish(60);
+    g->read = g->s.event_next - (MK_EVENT_RING - MK_SCHED_EVENTS + 1); /* no room for the events of a row */
+    compose();
+    assert_int_equal(g->s.next.nrows, 0);
+    g->read = g->s.event_next;
+    g->slot[1].credits = 0;
+    for (uint32_t step = 0; step < 3; step++) {
+        compose();
+        assert_true(g->s.next.nrows == 1 && rows_of(0) == 1);
+        finish(60);
+    }
+    compose();
+    g->slot[1].credits = ~0ull;
+    generates(2, 3);
+    for (uint32_t step = 0; step < 3; step++) {
+        finish(60);
+        compose();
+        assert_true(rows_of(0) == 1 && rows_of(1) == 1 && rows_of(2) == 1);
+    }
+    prompted(3, 12);
+    finish(60);
+    compose();
+    assert_true(rows_of(0) == 1 && rows_of(1) == 1 && rows_of(3) == MK_MAX_ROWS - 2);
+    finish(60);
+    compose();
+    assert_true(rows_of(0) == 1 && rows_of(1) == 1 && rows_of(3) == 5);
+    finish(60);
+    compose();
+    assert_int_equal(g->s.next.nrows, 1);
+}
+
+/* A pinned stream's rows are of one step all the same, and beside another one's, in a model with experts; two of one row are two streams. */
+static void pinned_not_apart(void **state)
+{
+    (void)state;
+    g->s.apart = 1;
+    pins(0, 2);
+    compose();
+    for (uint32_t step = 0; step < 3; step++, finish(60), compose()) assert_int_equal(rows_of(0), 2);
+    pins(1, 1);
+    for (uint32_t step = 0; step < 3; step++) {
+        finish(60);
+        compose();
+        assert_true(rows_of(0) == 2 && rows_of(1) == 1);
+    }
+    put((mk_submit){.op = MK_SUB_CLOSE, .generation = 1});
+    pins(2, 1);
+    for (uint32_t step = 0, before = 0; step < 6; step++, before = g->s.next.row[0].slot) {
+        finish(60);
+        compose();
+        assert_true(g->s.next.nrows == 1 && rows_of(before) == 0);
+    }
+}
+
+/* One that needs all rows has them in every second step, beside a prompt as well. */
+static void pinned_beside_a_prompt(void **state)
+{
+    (void)state;
+    pins(0, MK_MAX_ROWS);
+    prompted(1, 3 * MK_MAX_ROWS);
+    compose();
+    for (uint32_t step = 0; step < 6; step++, finish(60), compose()) {
+        assert_int_equal(rows_of(0), step & 1 ? MK_MAX_ROWS : 0);
+        assert_int_equal(rows_of(1), step & 1 ? 0 : step < 4 ? MK_MAX_ROWS : MK_MAX_ROWS - 1);
+    }
+    assert_int_equal(rows_of(0), MK_MAX_ROWS);
 }
 
 /* Behind a pinned stream that does not fit, others do; it begins the next step. Beside a prompt two of four rows take turns. */
@@ -740,7 +832,7 @@ int main(void)
 {
 #define T(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
     const struct CMUnitTest tests[] = {T(packed), T(completed), T(event_packets), T(tokens_ride), T(long_append), T(appends_queue), T(targets), T(pinned), T(turns), T(prompt_beside_many),
-                                       T(prompt_beside_few), T(pinned_beside_another), T(prompts_beside_many), T(who_begins), T(pinned_among_others), T(prompt_with_little_room),
+                                       T(prompt_beside_few), T(pinned_beside_another), T(prompts_beside_many), T(who_begins), T(two_in_turn), T(pinned_not_apart), T(pinned_beside_a_prompt), T(pinned_among_others), T(prompt_with_little_room),
                                        T(cancelled_append), T(cancelled_then_generated), T(entry_clears_cancel), T(credits), T(full_event_ring), T(follows), T(short_way)};
     return cmocka_run_group_tests_name("rings", tests, NULL, NULL);
 }

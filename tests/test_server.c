@@ -24,7 +24,7 @@ static void test_session(void **state)
                 w->mixer[2] == 1 && w->ffn[1] == 1 && w->ffn[2] == 2 && w->n_stop == 1 && w->stop[0] == 999 && w->beat_ms == 1000 &&
                 w->beats == 5 && w->features == (MK_FEATURE_APPEND_LOGPROBS | MK_FEATURE_TRACE) && w->pool_tokens == FAKE_SLOTS * FAKE_CONTEXT &&
                 w->max_ids == MK_WIRE_MAX_IDS && w->max_frame == MK_WIRE_MAX_FRAME);
-    const char *strings[] = {"fake", "FakeForCausalLM", "test 1", "no device: a test's double"};
+    const char *strings[] = {"fake", "FakeForCausalLM", "test?1", "no device: a test's double"};
     for (int i = 0; i < 4; i++) {
         mk_wire_welcome_string(&c->m, i, c->text, sizeof c->text);
         assert_string_equal(c->text, strings[i]);
@@ -642,7 +642,7 @@ static void test_sockets(void **state)
     for (int i = 0; i < 3; i++) {
         int n = zmq_recv(sub, text, sizeof text - 1, 0);
         assert_in_range(n, 100, sizeof text - 1);
-        const char *head = "{\"version\":1,\"build\":\"test 1\",\"model\":\"fake\",";
+        const char *head = "{\"version\":1,\"build\":\"test?1\",\"model\":\"fake\",";
         assert_memory_equal(text, head, strlen(head));
         assert_int_equal(text[n - 1], '}');
     }

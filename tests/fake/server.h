@@ -36,7 +36,7 @@ static inline rig *rig_start(uint32_t beat_ms)
     assert_non_null(mkdtemp(r->dir));
     r->e = fake_engine_new();
     r->s = mk_streams_new(r->e);
-    r->v = mk_server_new(&(mk_server_config){.dir = r->dir, .build = "test 1", .model = "fake", .beat_ms = beat_ms, .stats_ms = fake_stats_ms, .pin = fake_pin}, r->e,
+    r->v = mk_server_new(&(mk_server_config){.dir = r->dir, .build = "test\n1", .model = "fake", .beat_ms = beat_ms, .stats_ms = fake_stats_ms, .pin = fake_pin}, r->e,
                          r->s, &r->err);
     if (!r->v) fail_msg("%s", r->err.msg);
     assert_int_equal(pthread_create(&r->thread, NULL, rig_run, r), 0);
