@@ -2,7 +2,7 @@
  *
  * One fixed rule: one row for every stream that is generating, those first that the step before had none for, but for one row where a prompt waits; then prompt tokens of the
  * oldest stream that has any, until MK_MAX_ROWS rows are used. Two streams that generate, of a model with experts, have a step each: two rows need twice the experts, and the
- * instructions of several rows besides (H200: 5 to 14 % longer than two steps of one; four rows are faster than four). A stream's last known token is held back ("pending") until more
+ * instructions of several rows besides (H200: 5 to 14 % longer than two steps of one; four rows are faster than four such steps). A stream's last known token is held back ("pending") until more
  * tokens or a GENERATE arrive, because the step that processes it is the one that yields the logits of the next.
  *
  * The state here belongs to the worker that runs SCHEDULE; rings and slots are shared with the host (megakernel/rings.h). What the host may change at any time

@@ -49,7 +49,7 @@ assert f["live"] and others == len(f["workers"]) - 1, others
 if at == ["idle"]:
     assert c["opcode"] == "SCHEDULE" and not f["step"]["rows"], c
 else:
-    assert (c["worker"], c["instruction"]) == (int(at[0]), int(at[1])) and len(f["step"]["rows"]) == 2, c
+    assert (c["worker"], c["instruction"]) == (int(at[0]), int(at[1])) and len(f["step"]["rows"]) == 1, c # its model has experts: two streams have steps of their own
 print("# culprit", c)' "$S"/mkd-flight-*.json "$at"; then
         echo "ok - hang at worker:instruction:after $at: $(cat "$S/client")"
         [ -z "$OUT" ] || echo "{\"at\": \"$at\", \"named\": \"$(grep -m 1 -o "step [0-9]*: worker.*" "$S/err" | sed 's/; flight record.*//; s/"/'"'"'/g')\", \"client\": $(cat "$S/client"), \"ok\": true}" >>"$OUT/inject.jsonl"
