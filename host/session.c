@@ -131,9 +131,9 @@ void mk_session_generate(mk_session *r, uint32_t slot, uint32_t n)
 
 int mk_session_run(mk_session *r, mk_err *err)
 {
+    mk_sched_compose(mk_twin_sched(r->twin), 0); /* what was submitted since the last step may join the next */
     for (;;) {
         uint32_t ran;
-        mk_sched_compose(mk_twin_sched(r->twin), 0); /* what was submitted since the last step may join the next */
         int rc = mk_twin_step(r->twin, &ran, err);
         if (rc) return rc;
         drain(r);

@@ -523,6 +523,15 @@ MK_BOTH uint32_t mk_row_stride(uint32_t k)
 {
     return ((k + 63) & ~63u) * 2 + 32;
 }
+/* The steps of an expert of k values that lies so in stages; a scale for two K blocks. */
+MK_BOTH mk_down_steps mk_down_steps_of(const mk_tile *t, mk_down_shared shared, uint32_t k)
+{
+    const uint32_t ways = MK_GROUP_WARPS, stride = mk_row_stride(k), half = shared.scales + t->per * t->rows * MK_KBLOCK_BYTES;
+    const uint32_t w_b = ways * t->rows * MK_KBLOCK_BYTES, f_b = ways / 2 * 4 * t->nseg, x_b = ways * (t->wtype == MK_W_FP8 ? 128 : 64);
+    const mk_down_steps alone = {w_b, f_b, 2 * w_b, 2 * f_b, 2 * x_b, 0, stride}, experts = {half, half, 2 * half, 2 * half, 2 * stride, 2 * stride, 0}, /* B is the next expert's */
+                        blocks = {w_b, f_b, half, half, stride, stride, 0};
+    return !shared.log ? alone : t->per == MK_SHARED_BLOCKS ? experts : blocks;
+}
 /* Packets of a thread, of one row whose packets are dealt. */
 #define MK_LOADS_OF(f32, pro) ((pro) == MK_ONE_FAR ? (f32) ? 10u : 16u : (pro) == MK_ONE_LONG ? 8u : (pro) == MK_ONE_SHORT ? 1u : 4u)
 

@@ -8,16 +8,10 @@
 static void down_plan(const mk_insn *in, const mk_seg *s, mk_plan *p)
 {
     const mk_expert *e = &in->expert;
-    const uint32_t per = s->per_most, half = shared_half(e, s), stride = mk_row_stride(e->k);
-    const uint32_t ways = MK_GROUP_WARPS, w_b = ways * e->n * MK_KBLOCK_BYTES, f_b = ways / 2 * 4 * e->nseg, x_b = ways * (e->wtype == MK_W_FP8 ? 128 : 64); /* a scale for two K blocks */
+    const uint32_t per = s->per_most;
     p->tile = {e->wtype, e->n, s->nkb, per, stages_of(s, per) + s->blank, 1, e->nseg, e->phase, 1};
     p->shared = {s->share, (uint16_t)s->scales};
-    if (!s->share)
-        p->steps = {w_b, f_b, 2 * w_b, 2 * f_b, 2 * x_b, 0, stride};
-    else if (per == MK_SHARED_BLOCKS) /* B is the next expert's */
-        p->steps = {half, half, 2 * half, 2 * half, 2 * stride, 2 * stride, 0};
-    else
-        p->steps = {w_b, f_b, half, half, stride, stride, 0};
+    p->steps = mk_down_steps_of(&p->tile, p->shared, e->k);
 }
 
 /* Bytes of the staging area that EXPERT_DOWN's pairs of one row take. */

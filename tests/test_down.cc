@@ -1,6 +1,6 @@
-/* EXPERT_DOWN of several rows on the CPU (instructions/expert_down.cuh): the kernel's own text, 256 lanes as coroutines (tests/lanes), and beside them 128 of the warps aside, which stage the pairs of all
- * batches but the first. Packets come late, stages of experts' weights when they like, and are no numbers when they have been left; nor is anything in shared memory before. What is published against
- * double arithmetic; and each row's bits are those of a kernel that has no table of packets, and so nobody aside, and of a step of that row alone. */
+/* EXPERT_DOWN on the CPU (instructions/expert_down.cuh), of several rows and of one: the kernel's own text, 256 lanes as coroutines (tests/lanes), and beside them 128 of the warps aside, which stage the pairs of
+ * all batches but the first. Packets come late, stages of experts' weights when they like, and are no numbers when they have been left; nor is anything in shared memory before. What is published against
+ * double arithmetic; and each row's bits are those of a kernel that has no table of packets, and so nobody aside, of a step of that row alone, and of mk_down_one, which is what such a step runs. */
 #define LANES 384u
 #include "tests/lanes/cuda.h"
 
@@ -34,11 +34,12 @@ static uint16_t *value;                               /* [row][rank][k], bf16 */
 static float weight[MK_MAX_ROWS][MK_MAX_TOPK], *base; /* base: [row][n] */
 static uint32_t chosen[MK_MAX_ROWS][MK_MAX_TOPK];     /* ascending */
 static uint8_t *matrix[EXPERTS];                      /* scales, then weights */
-static uint4 *exchange, *published;
+static uint4 *exchange, *published, *alone; /* alone: in the exchange, for lanes without a pair look there */
 static mk_routes *routes; /* in LOCAL memory, before the sums of others */
 alignas(16) static uint32_t words[MAP + 32 * MK_PAIR_WORDS];
 static bool hurried;         /* packets are there, and stages late: those aside go as far ahead as they may */
 static uint32_t went[LANES]; /* batches so far, as those aside count them */
+static uint32_t ones[2][3];       /* steps of one row by form and eights */
 static uint32_t turned, crowded; /* steps whose batches take turns; batches that have no room beside the one before */
 
 static uint16_t bf16_random(uint32_t exponent)
@@ -128,6 +129,7 @@ static void prepare(uint32_t r0, uint32_t n, bool map)
     f->in.expert.k = of.k, f->in.expert.n = (uint16_t)of.n, f->in.expert.wtype = (uint8_t)wtype(), f->in.expert.topk = (uint8_t)of.topk;
     f->plan.tile = {f->in.expert.wtype, of.n, nkb, of.per, nst, 1, nseg, phase, 1};
     f->plan.shared = {(uint16_t)of.log, (uint16_t)scale_bytes};
+    f->plan.steps = mk_down_steps_of(&f->plan.tile, f->plan.shared, of.k);
     f->plan.packets = pair_packets(), f->plan.map = map ? MAP : 0;
     f->place.in[0] = exchange + r0 * row_packets(), f->place.in[2] = exchange + of.rows * row_packets() + r0 * from.slice_packets;
     f->place.epoch[0] = EPOCH, f->place.epoch[2] = EPOCH + 1;
@@ -150,6 +152,37 @@ template <uint32_t FORM> static void body(void)
     } else {
         went[lanes.me] = mk_batches_of(&sh->aside, sh->step.nrows).turns ? mk_aside_pairs(sh, &sh->aside, batch, warp - MK_WARPS, lane) : batch;
     }
+}
+/* The kernel's step of one row (plans.cuh: pairs_plan, one_row). False: such pairs go the way of several. */
+template <uint32_t FORM> static void body_one(void)
+{
+    mk_shared *sh = lanes_shared;
+    if (lanes.me >= LANES_COMPUTE) return;
+    for (uint32_t n = lanes_random(30); n && lanes.me % 32 == 0; n--) lanes_yield();
+    if (of.n <= 16)
+        mk_down_one<FORM, 2>(&sh->fed[0].in);
+    else if (of.n <= 24)
+        mk_down_one<FORM, 3>(&sh->fed[0].in);
+    else
+        mk_down_one<FORM, 4>(&sh->fed[0].in);
+}
+static bool run_one(uint32_t r)
+{
+    mk_shared *sh = lanes_shared;
+    if (of.n > MK_DOWN_ONE_ROWS || of.topk > 2 * MK_WARPS || pair_packets() > MK_PAIR_PACKETS(of.n) || of.topk * mk_row_stride(of.k) + MK_PAIR_HEAD > MK_STAGING) return false;
+    published = alone;
+    memset(alone, 0xff, out.slice_packets * sizeof *alone);
+    prepare(r, 1, true);
+    const uint32_t turn = lanes_random(2);
+    for (uint32_t w = 0; w < MK_WARPS; w++) sh->memo[w].turn = turn;
+    if (!lanes_run(of.fp8 ? body_one<MK_X_F16> : body_one<MK_X_BF16>))
+        fail_msg("one row: %s, %u values, %u of the result, %u slices, row %u, %u of %u experts: %s", of.fp8 ? "e4m3" : "bf16", of.k, of.n, of.slices, r, of.topk, of.experts, lanes.error);
+    for (uint32_t w = 0; w < MK_WARPS; w++) {
+        assert_int_equal(sh->memo[w].next.at, at0 + stages);
+        assert_int_equal(sh->memo[w].turn, turn ^ 1);
+    }
+    ones[of.fp8][of.n <= 16 ? 0 : of.n <= 24 ? 1 : 2]++;
+    return true;
 }
 static void run(uint32_t r0, uint32_t n, bool map, uint4 *to)
 {
@@ -218,10 +251,11 @@ static void publish(void)
     memset(words, 0, sizeof words);
     mk_pair_table(words + MAP, start, pair_packets(), u.slice_packets);
     const uint32_t all = of.rows * row_packets();
-    lanes_packets = all + of.rows * from.slice_packets + 512; /* memory goes on */
+    lanes_packets = all + of.rows * from.slice_packets + out.slice_packets + 512; /* memory goes on */
     lanes_exchange = exchange = (uint4 *)malloc(lanes_packets * sizeof *exchange);
     lanes_late = (uint32_t *)malloc(lanes_packets * sizeof *lanes_late);
     lanes_asked = (uint8_t *)calloc(lanes_packets, 1);
+    alone = exchange + all + of.rows * from.slice_packets;
     for (uint32_t i = 0; i < lanes_packets; i++) {
         const uint32_t q = i % pair_packets(), pair = i / pair_packets(), s = q / u.slice_packets, first = start[s] + q % u.slice_packets * 6;
         exchange[i] = make_uint4(lanes_random(~0u), lanes_random(~0u), lanes_random(~0u), EPOCH - lanes_random(2));
@@ -242,7 +276,7 @@ static void check(const shape *s)
     of = *s;
     const uint32_t per = mk_kblock_values(wtype());
     nkb = (of.k + per - 1) / per, nst = ((nkb + of.per - 1) / of.per + 1) & ~1u;
-    phase = lanes_random(MK_SCALE_ROWS), nseg = of.fp8 ? (phase + of.n - 1) / MK_SCALE_ROWS + 1 : 1, scale_bytes = of.fp8 ? ((nkb + 1) / 2 * nseg * 4 + 127) & ~127u : 0;
+    phase = lanes_random(2) ? lanes_random(MK_SCALE_ROWS) : MK_SCALE_ROWS - 1 - lanes_random(of.n), nseg = of.fp8 ? (phase + of.n - 1) / MK_SCALE_ROWS + 1 : 1, scale_bytes = of.fp8 ? ((nkb + 1) / 2 * nseg * 4 + 127) & ~127u : 0;
     assert_true(scale_bytes <= SCALES && (of.log ? (scale_bytes + of.per * of.n * MK_KBLOCK_BYTES) << of.log : SCALES + of.per * of.n * MK_KBLOCK_BYTES) + 256 <= STAGE && of.experts <= EXPERTS);
     assert_true(!of.log || (nkb == 2 * of.per && (uint32_t)MK_MAX_ROWS << of.log <= MK_STAGING / mk_row_stride(of.k))); /* shared_by */
     for (uint32_t e = 0; e < of.experts; e++) {
@@ -284,11 +318,11 @@ static void check(const shape *s)
     }
     for (uint32_t r = 0; r < of.rows; r++) {
         run(r, 1, table && lanes_random(2), other);
-        const bool alone = memcmp(several + r * n, other, n * sizeof *several) != 0;
+        const bool single = memcmp(several + r * n, other, n * sizeof *several) != 0, one = table && run_one(r) && memcmp(several + r * n, alone, n * sizeof *several) != 0;
         const double off = error(several + r * n, r);
-        if (differ || alone || !(off < 1e-6))
-            fail_msg("%s, %u values, %u of the result, %u slices, row %u of %u, %u of %u experts: an error of %g; bits are%s those without a table, and%s the row's alone", of.fp8 ? "e4m3" : "bf16", of.k, of.n, of.slices, r,
-                     of.rows, of.topk, of.experts, off, differ ? " not" : "", alone ? " not" : "");
+        if (differ || single || one || !(off < 1e-6))
+            fail_msg("%s, %u values, %u of the result, %u slices, row %u of %u, %u of %u experts: an error of %g; bits are%s those without a table,%s the row's alone, and%s mk_down_one's", of.fp8 ? "e4m3" : "bf16", of.k, of.n,
+                     of.slices, r, of.rows, of.topk, of.experts, off, differ ? " not" : "", single ? " not" : "", one ? " not" : "");
     }
     for (uint32_t e = 0; e < of.experts; e++) free(matrix[e]);
     free(value), free(base), free(exchange), free(lanes_late), free(lanes_asked), free(several), free(other);
@@ -316,11 +350,22 @@ static void test_shared(void **)
     const shape shapes[] = {{true, 512, 16, 16, 0, 6, 8, 10, 4, 2, {}}, {true, 1024, 15, 32, 0, 3, 8, 5, 8, 1, {}}, {false, 512, 16, 24, 1, 7, 6, 9, 8, 1, {}}, {true, 500, 24, 20, 1, 6, 7, 6, 4, 1, {}}, {false, 256, 16, 16, 0, 9, 8, 9, 4, 2, {}}};
     for (const shape &s : shapes) check(&s);
 }
+/* What mk_down_one is there for: published models' pairs (kimi-linear-48b, glm-4.7-flash, moonlight-16b, the qwens, deepseek), experts of many stages and of odd K blocks, one pair a warp and two,
+ * in all its forms. */
+static void test_one_row(void **)
+{
+    const shape shapes[] = {{true, 1024, 18, 32, 0, 8, 2, 11, 8, 0, {}},  {true, 1536, 16, 64, 0, 4, 2, 6, 12, 0, {}},  {true, 1408, 16, 44, 0, 6, 2, 9, 11, 0, {}}, {true, 512, 16, 16, 0, 8, 2, 13, 4, 2, {}},
+                            {true, 512, 16, 16, 1, 10, 2, 17, 4, 2, {}},  {true, 1024, 17, 32, 1, 8, 2, 9, 8, 1, {}},    {true, 64, 31, 4, 0, 3, 2, 5, 1, 0, {}},     {true, 320, 24, 10, 1, 9, 2, 12, 1, 0, {}},
+                            {true, 1000, 32, 20, 1, 7, 2, 8, 3, 0, {}},   {false, 512, 16, 32, 0, 8, 2, 12, 8, 1, {}},   {false, 704, 18, 22, 1, 6, 2, 7, 5, 0, {}},  {false, 256, 32, 16, 1, 10, 2, 15, 4, 1, {}},
+                            {false, 96, 30, 6, 0, 1, 2, 3, 2, 0, {}},     {false, 64, 14, 4, 1, 12, 2, 16, 1, 0, {}},  {true, 1024, 16, 32, 0, 10, 2, 14, 8, 0, {}}, {true, 900, 18, 18, 1, 12, 2, 16, 5, 0, {}}};
+    for (const shape &s : shapes) check(&s);
+    for (uint32_t i = 0; i < 6; i++) assert_in_range(ones[i / 3][i % 3], 4, 1000);
+}
 
 int main(void)
 {
     lanes_ring_open(STAGE, sizeof *routes + MK_MAX_ROWS * MK_SEGMENT_ROWS * 4);
     routes = (mk_routes *)(lanes_shared + 1);
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_one_batch), cmocka_unit_test(test_turns), cmocka_unit_test(test_shared)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_one_batch), cmocka_unit_test(test_turns), cmocka_unit_test(test_shared), cmocka_unit_test(test_one_row)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

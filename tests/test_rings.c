@@ -423,6 +423,69 @@ static void who_begins(void **state)
     for (uint32_t i = 0; i < 10; i++) assert_true(rows_of(i) <= 1);
 }
 
+/* However much older the stream is that has closed. */
+static void oldest_closes(void **state)
+{
+    (void)state;
+    generating(10, 40);
+    compose();
+    finish(60);
+    put((mk_submit){.op = MK_SUB_CLOSE, .slot = 0, .generation = 1});
+    compose();
+    assert_int_equal(g->s.next.row[0].slot, 8);
+}
+
+/* A prompt's row is the prompt's, and a pinned stream that begins the step is the first that generates, although the prompt's stream is older than all of them. */
+static void oldest_prompt(void **state)
+{
+    (void)state;
+    prompted(8, 9);
+    generating(8, 40);
+    compose();
+    for (uint32_t step = 0; step < 8; step++, finish(60), compose()) assert_int_equal(rows_of(8), 1);
+    for (uint32_t i = 0; i < 9; i++) put((mk_submit){.op = MK_SUB_CLOSE, .slot = (uint16_t)i, .generation = 1});
+    prompted(0, 9);
+    pins(1, MK_MAX_ROWS);
+    g->s.step |= 1;
+    compose();
+    assert_int_equal(rows_of(1), MK_MAX_ROWS);
+}
+
+/* Two have a step each beside a third without credits. */
+static void two_of_three(void **state)
+{
+    (void)state;
+    g->s.apart = 1;
+    generating(3, 40);
+    g->slot[2].credits = 0;
+    for (uint32_t step = 0; step < 4; step++, finish(60)) {
+        compose();
+        assert_true(g->s.next.nrows == 1 && rows_of(step & 1) == 1);
+    }
+}
+
+/* Room for one row is a generating stream's, in any step, beside a prompt or not; room for none is nobody's. */
+static void hardly_any_room(void **state)
+{
+    (void)state;
+    g->s.apart = 1;
+    generating(2, 40);
+    for (uint32_t step = 0; step < 4; step++) {
+        if (step == 2) prompted(2, 12);
+        g->read = g->s.event_next;
+        compose();
+        finish(60);
+        for (uint32_t rows = 0; rows < 2; rows++) {
+            g->read = g->s.event_next - (MK_EVENT_RING - (rows ? MK_SCHED_EVENTS : MK_SCHED_EVENTS - 1));
+            g->s.step = step;
+            compose();
+            assert_int_equal(g->s.next.nrows, rows);
+            assert_int_equal(rows_of(2), 0);
+        }
+        finish(60);
+    }
+}
+
 /* Two streams that generate have steps of their own in a model with experts; three have not, nor have two beside a prompt, nor has one beside a stream without credits. */
 static void two_in_turn(void **state)
 {
@@ -739,7 +802,8 @@ static void follows(void **state)
         if (!g->s.next.nrows || !rnd(4)) put_any(rnd(SLOTS));
         mk_sched_look(&g->s);
         mk_sched_look_words(&g->s);
-        g->s.rr = rnd(SLOTS); /* neither way looks at it */
+        g->s.rr = rnd(SLOTS); /* neither way looks at it, nor at this */
+        g->s.apart = rnd(2);
         uint32_t follow = one;
         for (uint32_t k = 0; k <= g->s.n_active; k++) follow &= mk_sched_sure(&g->s, g->s.submitted, k);
         const uint32_t *stop = g->rest[row.slot].stop;
@@ -796,6 +860,7 @@ static void short_way(void **state)
             continue;
         }
         g->s.rr = rnd(SLOTS);
+        g->s.apart = rnd(2);
         put_any(rnd(SLOTS));
         mk_sched_look(&g->s);
         const mk_submit *e = &g->submit[(g->put - 1) % MK_SUBMIT_RING];
@@ -832,7 +897,7 @@ int main(void)
 {
 #define T(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
     const struct CMUnitTest tests[] = {T(packed), T(completed), T(event_packets), T(tokens_ride), T(long_append), T(appends_queue), T(targets), T(pinned), T(turns), T(prompt_beside_many),
-                                       T(prompt_beside_few), T(pinned_beside_another), T(prompts_beside_many), T(who_begins), T(two_in_turn), T(pinned_not_apart), T(pinned_beside_a_prompt), T(pinned_among_others), T(prompt_with_little_room),
+                                       T(prompt_beside_few), T(pinned_beside_another), T(prompts_beside_many), T(who_begins), T(oldest_closes), T(oldest_prompt), T(two_of_three), T(hardly_any_room), T(two_in_turn), T(pinned_not_apart), T(pinned_beside_a_prompt), T(pinned_among_others), T(prompt_with_little_room),
                                        T(cancelled_append), T(cancelled_then_generated), T(entry_clears_cancel), T(credits), T(full_event_ring), T(follows), T(short_way)};
     return cmocka_run_group_tests_name("rings", tests, NULL, NULL);
 }

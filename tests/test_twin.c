@@ -97,12 +97,41 @@ static void deadlock_is_named(void **state)
     mk_session_close(&s);
 }
 
+/* Two streams that generate have steps of their own in a model with experts, and one between them in another (megakernel/schedule.h), after a restart as well. */
+static void two_streams(void **state)
+{
+    (void)state;
+    enum { N = 5 };
+    const char *dir[] = {"tests/oracle/llama", DIR};
+    for (uint32_t experts = 0; experts < 2; experts++) {
+        mk_session *s = rig_open(&(mk_session_config){.dir = dir[experts], .slots = 2});
+        for (uint32_t again = 0; again < 2; again++) {
+            for (uint32_t i = 0; i < 2; i++) {
+                mk_session_stream(s, i, NULL, 0);
+                mk_session_append(s, i, (const uint32_t[]){3 + i}, 1, 0);
+            }
+            for (uint32_t i = 0; i < 2; i++) mk_session_generate(s, i, N);
+            rig_run(s);
+            for (uint32_t i = 0; i < N; i++) {
+                const mk_event *a = mk_session_event(s, 0, MK_EV_TOKEN, i), *b = mk_session_event(s, 1, MK_EV_TOKEN, i);
+                assert_true(a && b);
+                assert_int_equal(b->step - a->step, experts);
+            }
+            mk_session_clear(s);
+            mk_twin_restart(s->twin);
+            s->submit_next = s->event_next = 0;
+        }
+        mk_session_close(&s);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(epochs_wrap),
         cmocka_unit_test(stale_rows_are_swept),
         cmocka_unit_test(deadlock_is_named),
+        cmocka_unit_test(two_streams),
     };
     return cmocka_run_group_tests_name("twin", tests, NULL, NULL);
 }
