@@ -181,12 +181,7 @@ template <bool FP8> MK_DEV mk_way mk_way_of(const mk_tile *t, uint32_t at)
 #define MK_STAGGER 128u
 MK_DEV void mk_stagger(const mk_way *y)
 {
-    uint32_t since, now;
-    if (!y->first) return;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(since));
-    do
-        asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
-    while (now - since < MK_STAGGER);
+    if (y->first) mk_clocks_pass(MK_STAGGER);
 }
 
 /* acc + this warp's NT tiles of the segment times the staged vector, over stages [s0, s1) of the segment, of which s0 is the ring's next and meets what

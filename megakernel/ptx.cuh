@@ -47,6 +47,15 @@ MK_DEV uint32_t mk_clock(void)
     asm volatile("mov.u32 %0, %%clock;" : "=r"(t)::"memory");
     return t;
 }
+/* So many clocks go by, at least. */
+MK_DEV void mk_clocks_pass(uint32_t n)
+{
+    uint32_t since, now;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(since));
+    do
+        asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+    while (now - since < n);
+}
 /* A word of shared memory that is looked at without any barrier. racecheck takes atomics only for meant. */
 MK_DEV void mk_flag_set(volatile uint32_t *p, uint32_t v)
 {

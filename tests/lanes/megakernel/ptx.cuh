@@ -70,8 +70,9 @@ MK_DEV mk_shared *mk_sh(void) { return lanes_shared; }
 MK_DEV uint32_t mk_smem(const void *p) { return (uint32_t)((const uint8_t *)p - (const uint8_t *)lanes_shared); }
 MK_DEV void *lanes_at(uint32_t at, uint32_t bytes)
 {
-    if (at % bytes || (at + bytes > offsetof(mk_shared, near) && (at < lanes_ring[0] || at + bytes > lanes_ring[1])))
-        lanes_wrong("an access beyond the staging and the reduction area and the ring, or not aligned", at, bytes);
+    const bool factors = at >= offsetof(mk_shared, head_rstd) && at + bytes <= offsetof(mk_shared, vec); /* of what is staged */
+    if (at % bytes || (at + bytes > offsetof(mk_shared, near) && !factors && (at < lanes_ring[0] || at + bytes > lanes_ring[1])))
+        lanes_wrong("an access beyond the staging and the reduction area, factors and the ring, or not aligned", at, bytes);
     return (uint8_t *)lanes_shared + (*lanes.error ? 0 : at);
 }
 MK_DEV void lanes_store(uint32_t at, const void *v, uint32_t bytes)
@@ -267,6 +268,7 @@ MK_DEV bool mk_mbar_try(uint32_t bar, uint32_t parity)
     lanes_yield();
     return false;
 }
+MK_DEV void mk_clocks_pass(uint32_t) { lanes_yield(); }
 MK_DEV uint64_t mk_now(void) { return 0; }
 MK_DEV uint32_t mk_now_low(void) { return 0; }
 MK_DEV uint32_t mk_load_acquire(const uint32_t *p) { return *p; }
