@@ -7,14 +7,14 @@ extern "C" {
 }
 #include "instructions/gemv.cuh"
 #include "instructions/gemv_one.cuh"
-#include "megakernel/deal.h"
-#include "tests/lanes/ring.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
 extern "C" {
 #include <cmocka.h>
 }
+#include "tests/lanes/packets.h"
+#include "tests/lanes/ring.h"
 
 #define STAGE  33792u /* bytes; ldmatrix reads on behind the last row of a segment */
 #define SCALES 1024u  /* bytes of a stage before its weights */
@@ -31,12 +31,8 @@ static uint32_t start[1024], total, nkb, nst, scale_bytes, at0; /* total: rows o
 static float *value, *gain, *residual; /* [row][k], [k], [row][n] */
 static uint8_t *segment;              /* scales, then weights */
 static uint8_t *exchange;
-static uint32_t words[65536], ones, in_parts;
+static uint32_t words[LANES_WORDS], ones, in_parts;
 
-static float bf16_round(float x)
-{
-    return __uint_as_float(mk_bf16_bits(x) << 16);
-}
 static uint32_t wtype(void)
 {
     return of.fp8 ? MK_W_FP8 : MK_W_BF16;
@@ -65,18 +61,6 @@ static uint4 *packets(uint32_t v, uint32_t row)
 {
     return (uint4 *)(exchange + mk_packet_offset(&vec[v], mk_half(&vec[v], lanes_shared->step.seq, 0), row, 0));
 }
-/* Value i of a slice that begins at packet `to`. */
-static void put(uint4 *to, uint32_t i, float x, bool f32)
-{
-    uint32_t *w = &to[i / (f32 ? 3 : 6)].x + (f32 ? i % 3 : i % 6 / 2);
-    *w = f32 ? __float_as_uint(x) : (*w & ~(0xffffu << 16 * (i & 1))) | mk_bf16_bits(x) << 16 * (i & 1);
-}
-static float get(const uint4 *from, uint32_t i, bool f32)
-{
-    const uint32_t w = (&from[i / (f32 ? 3 : 6)].x)[f32 ? i % 3 : i % 6 / 2];
-    return __uint_as_float(f32 ? w : w >> 16 * (i & 1) << 16);
-}
-
 /* ---- a step -------------------------------------------------------------------------------------------------------------- */
 
 static void several(void)
@@ -115,16 +99,10 @@ static void run(uint32_t r0, uint32_t n, void (*body)(void), uint4 *result)
     f->in.gemv.n = of.n, f->in.gemv.k = of.k, f->in.gemv.wtype = (uint8_t)wtype(), f->in.gemv.epilogue = (uint8_t)of.epilogue, f->in.gemv.scale = 0.5f;
     f->plan = plan;
     memset(exchange, 0xff, lanes_packets * 16);
-    const uint32_t epoch = mk_epoch(EPOCH0, 7, 0);
+    const uint32_t epoch = mk_epoch(EPOCH0, 7, 0), whole[2] = {0, of.n};
     for (uint32_t r = 0; r < n; r++) {
-        for (uint32_t s = 0; s < vec[0].nslice; s++) {
-            uint4 *to = packets(0, r) + s * vec[0].slice_packets;
-            memset(to, 0, vec[0].slice_packets * sizeof *to);
-            for (uint32_t i = start[s]; i < start[s + 1]; i++) put(to, i - start[s], value[(r0 + r) * of.k + i], of.f32);
-            for (uint32_t p = 0; p < vec[0].slice_packets; p++) to[p].w = epoch;
-        }
-        for (uint32_t i = 0; i < of.n; i++) put(packets(1, r), i, residual[(r0 + r) * of.n + i], true);
-        for (uint32_t p = 0; p < vec[1].slice_packets; p++) packets(1, r)[p].w = epoch;
+        lanes_publish(packets(0, r), &vec[0], start, value + (r0 + r) * of.k, epoch);
+        lanes_publish(packets(1, r), &vec[1], whole, residual + (r0 + r) * of.n, epoch);
     }
     for (uint32_t i = 0; i < lanes_packets; i++) lanes_late[i] = lanes_random(4) ? 0 : lanes_random(40);
     for (uint32_t v = 0; v < 2; v++) f->place.in[v] = packets(v, 0), f->place.epoch[v] = epoch;
@@ -150,34 +128,26 @@ static double error(const uint4 *found, uint32_t r)
         double sum[2] = {}, all = 0, want;
         for (uint32_t half = 0; half < plan.tile.halves; half++)
             for (uint32_t c = 0; c < of.k; c++) {
-                const double x = weight(half * of.n + i, c) * (of.f32 ? bf16_round(value[r * of.k + c] * gain[c]) : value[r * of.k + c]) * norm;
+                const double x = weight(half * of.n + i, c) * (of.f32 ? lanes_bf16(value[r * of.k + c] * gain[c]) : value[r * of.k + c]) * norm;
                 sum[half] += x, all += fabs(x);
             }
         want = sum[0];
         if (of.epilogue == MK_EPI_SILU) want = sum[0] / (1 + exp(-sum[0])) * sum[1], all *= 1 + fabs(sum[0]) + fabs(sum[1]);
         if (of.epilogue == MK_EPI_ADD) want += residual[r * of.n + i], all += fabs(residual[r * of.n + i]);
-        const double e = fabs(get(found, i, of.out_f32) - want) / (all + (of.out_f32 ? 0 : 2000 * fabs(want))); /* a step of bf16 is 1/256 */
+        const double e = fabs(lanes_get(found, i, of.out_f32) - want) / (all + (of.out_f32 ? 0 : 2000 * fabs(want))); /* a step of bf16 is 1/256 */
         worst = found[i / (of.out_f32 ? 3 : 6)].w != mk_epoch(EPOCH0, 7, 0) || e != e ? 1e9 : fmax(worst, e);
     }
     return worst;
 }
 
-static mk_vec vec_of(uint32_t dtype, uint32_t slices, uint32_t slice, uint32_t width, uint64_t *end)
-{
-    mk_vec v = {};
-    v.scope = MK_PACKET, v.dtype = (uint8_t)dtype, v.nslice = (uint16_t)slices, v.pubs = 1, v.width = width, v.offset = *end;
-    v.slice_packets = (uint16_t)mk_slice_packets(&v, slice), v.reserved = mk_div_by(v.slice_packets).magic;
-    *end += 2ull * MK_MAX_ROWS * slices * v.slice_packets * 16;
-    return v;
-}
 static void check(const shape *s)
 {
     of = *s;
     const uint32_t slices = (of.k + of.slice - 1) / of.slice, halves = of.epilogue == MK_EPI_SILU ? 2 : 1, per = mk_kblock_values(wtype());
     uint64_t end = 0;
     for (uint32_t t = 0; t <= slices; t++) start[t] = min(t * of.slice, of.k);
-    vec[0] = vec_of(of.f32 ? MK_F32 : MK_BF16, slices, of.slice, of.k, &end);
-    vec[1] = vec_of(MK_F32, 1, of.n, of.n, &end), vec[2] = vec_of(of.out_f32 ? MK_F32 : MK_BF16, 1, of.n, of.n, &end);
+    vec[0] = lanes_vec(of.f32 ? MK_F32 : MK_BF16, slices, of.slice, of.k, &end);
+    vec[1] = lanes_vec(MK_F32, 1, of.n, of.n, &end), vec[2] = lanes_vec(of.out_f32 ? MK_F32 : MK_BF16, 1, of.n, of.n, &end);
     lanes_packets = (uint32_t)(end / 16) + 512;
     exchange = (uint8_t *)malloc(lanes_packets * 16), lanes_exchange = (const uint4 *)exchange;
     lanes_late = (uint32_t *)malloc(lanes_packets * sizeof *lanes_late);
@@ -198,21 +168,13 @@ static void check(const shape *s)
     value = (float *)malloc(of.rows * of.k * sizeof *value), gain = (float *)malloc(of.k * sizeof *gain), residual = (float *)malloc(of.rows * of.n * sizeof *residual);
     for (uint32_t i = 0; i < of.rows * of.k; i++) {
         const float x = ((float)lanes_random(2001) - 1000) * ldexpf(1, (int)lanes_random(6) - 14);
-        value[i] = of.f32 ? x : bf16_round(x);
+        value[i] = of.f32 ? x : lanes_bf16(x);
     }
     for (uint32_t i = 0; i < of.k; i++) gain[i] = 0.5f + (float)lanes_random(1000) / 1000;
     for (uint32_t i = 0; i < of.rows * of.n; i++) residual[i] = ((float)lanes_random(2001) - 1000) / 64;
 
-    const mk_wait w = {0, 0, 0, (uint16_t)vec[0].nslice};
-    plan.x.k = of.k, plan.x.prologue = of.f32 ? MK_PRO_RMS : MK_PRO_NONE, plan.x.eps = 1e-5f, plan.x.form = of.fp8 ? MK_X_F16 : MK_X_BF16;
-    plan.f32 = of.f32, plan.packets = vec[0].nslice * vec[0].slice_packets, plan.inv_k = 1.0f / (float)of.k, plan.key = 1, plan.head_shift = MK_NO_NORM, plan.gain = 16;
     plan.end = (of.epilogue == MK_EPI_SILU ? MK_END_SILU : 0) | (of.epilogue == MK_EPI_ADD ? MK_END_ADDS : 0) | (of.out_f32 ? MK_END_F32 : 0);
-    plan.one = (uint8_t)mk_deal_plan(&vec[0], start, &w, &plan);
-    assert_true(plan.one && plan.hands.packets);
-    memset(words, 0, sizeof words);
-    const uint32_t in_packet = of.f32 ? 3 : 6, lies = of.f32 ? 4 : 8;
-    for (uint32_t t = 0; t < slices; t++)
-        for (uint32_t i = start[t]; i < start[t + 1]; i++) words[plan.gain + (t * vec[0].slice_packets + (i - start[t]) / in_packet) * lies + (i - start[t]) % in_packet] = __float_as_uint(gain[i]);
+    plan.one = lanes_input_plan(&plan, &vec[0], start, of.k, of.f32, of.fp8, gain, words);
 
     const uint32_t n = vec[2].slice_packets;
     uint4 *const all = (uint4 *)malloc(of.rows * n * sizeof *all), *const alone = (uint4 *)malloc(n * sizeof *alone);
