@@ -4,6 +4,7 @@
 #ifndef MK_LANES_H
 #define MK_LANES_H
 
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,9 +28,10 @@ typedef struct lanes_warp {
     uint32_t n, round, in[32], out[32];
 } lanes_warp;
 static struct {
-    ucontext_t back, lane[LANES];
+    ucontext_t lane[LANES]; /* to begin with; from then on jumps, which ask the system for nothing */
+    jmp_buf back, at[LANES];
     char *stack[LANES];
-    bool done[LANES];
+    bool begun[LANES], done[LANES];
     lanes_warp warp[LANES / 32];
     const uint32_t *until[LANES]; /* NULL, or the round that a lane waits to see the end of: */
     uint32_t since[LANES];        /* this one */
@@ -52,7 +54,15 @@ static inline void lanes_wrong(const char *what, uint32_t a, uint32_t b)
 }
 static inline void lanes_yield(void)
 {
-    swapcontext(&lanes.lane[lanes.me], &lanes.back);
+    if (!_setjmp(lanes.at[lanes.me])) _longjmp(lanes.back, 1);
+}
+/* Until it yields. */
+static __attribute__((noinline)) void lanes_resume(void)
+{
+    if (_setjmp(lanes.back)) return;
+    if (lanes.begun[lanes.me]) _longjmp(lanes.at[lanes.me], 1);
+    lanes.begun[lanes.me] = true;
+    setcontext(&lanes.lane[lanes.me]);
 }
 static inline void lanes_wait(const uint32_t *round)
 {
@@ -99,7 +109,7 @@ static inline bool lanes_run(void (*body)(void))
     while (turns < LANES) turns *= 2;
     *lanes.error = 0;
     for (uint32_t i = 0; i < LANES; i++) {
-        lanes.done[i] = false, lanes.until[i] = NULL;
+        lanes.begun[i] = lanes.done[i] = false, lanes.until[i] = NULL;
         getcontext(&lanes.lane[i]);
         if (!lanes.stack[i]) lanes.stack[i] = (char *)malloc(65536);
         lanes.lane[i].uc_stack.ss_sp = lanes.stack[i], lanes.lane[i].uc_stack.ss_size = 65536, lanes.lane[i].uc_link = NULL;
@@ -117,7 +127,7 @@ static inline bool lanes_run(void (*body)(void))
             left++;
             if (lanes.until[me] && *lanes.until[me] == lanes.since[me]) continue; /* there is nothing to go on with */
             lanes.until[me] = NULL, lanes.me = me;
-            swapcontext(&lanes.back, &lanes.lane[lanes.me]);
+            lanes_resume();
         }
         idle = lanes.moved == moved ? idle + 1 : 0;
         if (++rounds > LANES_ROUNDS) lanes_wrong("it goes on for ever", (uint32_t)left, lanes.block.waiting);
