@@ -136,15 +136,10 @@ static mk_seg routed_seg(const mk_gpu *g, const mk_insn *route)
     return s;
 }
 
-/* EXPERT_DOWN: bytes of half an expert behind its scales, as feed_shared lays it. */
-static uint32_t shared_half(const mk_expert *e, const mk_seg *s)
-{
-    return s->scales + s->per_most * e->n * MK_KBLOCK_BYTES;
-}
 /* How many experts share a stage of EXPERT_DOWN (binary logarithm): halves of a warp's one or two K blocks, and as many as there is room for in a stage and, with all rows, in the staging area. */
 static uint8_t shared_by(const mk_gpu *g, const mk_expert *e, const mk_seg *s)
 {
-    const uint32_t per = s->per_most, half = shared_half(e, s), pairs = MK_STAGING / mk_row_stride(e->k);
+    const uint32_t per = s->per_most, half = s->scales + per * e->n * MK_KBLOCK_BYTES, pairs = MK_STAGING / mk_row_stride(e->k); /* half: of an expert, as feed_shared lays it */
     uint8_t log = 0;
     if ((per != MK_SHARED_BLOCKS && per != 2 * MK_SHARED_BLOCKS) || s->nkb != MK_GROUPS * per || e->n > MK_SIDE_ROWS) return 0;
     while (log < MK_SHARED_LOG && half << (log + 1) <= g->args.ring.stride && MK_MAX_ROWS << (log + 1) <= pairs) log++;

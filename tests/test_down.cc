@@ -8,6 +8,7 @@ extern "C" {
 #include "instructions/program.h"
 }
 #include "instructions/expert_down.cuh"
+#include "tests/lanes/experts.h"
 #include "tests/lanes/ring.h"
 
 #include <setjmp.h>
@@ -53,8 +54,7 @@ static uint32_t wtype(void)
 /* Where expert e's weight of row i and column c lies. */
 static uint8_t *weight_at(uint32_t e, uint32_t i, uint32_t c)
 {
-    const uint32_t per = mk_kblock_values(wtype()), byte = c % per * (MK_KBLOCK_BYTES / per);
-    return matrix[e] + scale_bytes + mk_quarter_at(of.n, c / per, byte / MK_QUARTER_BYTES, i) + byte % MK_QUARTER_BYTES;
+    return lanes_weight_at(matrix[e] + scale_bytes, wtype(), of.n, i, c);
 }
 
 /* ---- the loader, as feed_segment, feed_blank and feed_shared have it ------------------------------------------------------ */
@@ -81,28 +81,6 @@ static uint32_t row_packets(void)
 {
     return of.topk * pair_packets();
 }
-/* What ROUTE leaves of rows [r0, r0 + n). */
-static void route(uint32_t r0, uint32_t n)
-{
-    mk_pairs *pairs = &lanes_shared->pairs;
-    uint32_t p = 0;
-    routes->n_union = 0;
-    for (uint32_t e = 0; e < EXPERTS; e++) {
-        const uint32_t first = p, j = routes->n_union;
-        for (uint32_t r = 0; r < n; r++) {
-            routes->rank[r][j] = 255;
-            for (uint32_t rank = 0; rank < of.topk; rank++) {
-                routes->weight[r][rank] = weight[r0 + r][rank];
-                if (chosen[r0 + r][rank] != e) continue;
-                routes->rank[r][j] = pairs->rank[p] = (uint8_t)rank, pairs->row[p] = (uint8_t)r, pairs->expert[p] = (uint8_t)j;
-                p++;
-            }
-        }
-        if (p == first) continue;
-        pairs->first[j] = (uint8_t)first, pairs->first[j + 1] = (uint8_t)p;
-        routes->expert[routes->n_union++] = (uint16_t)e;
-    }
-}
 static void prepare(uint32_t r0, uint32_t n, bool map)
 {
     mk_shared *sh = lanes_shared;
@@ -111,14 +89,11 @@ static void prepare(uint32_t r0, uint32_t n, bool map)
     for (uint32_t i = 0; i < n * of.topk; i++) some |= 1ull << chosen[r0 + i / of.topk][i % of.topk];
     at0 = lanes_random(1000), stages = ((uint32_t)__builtin_popcountll(some) + (1 << of.log) - 1 >> of.log) * nst;
     lanes_ring_begin(at0, stages, fill);
-    sh->args.ring.scales = SCALES, sh->args.map = words;
-    for (uint32_t w = 0; w < MK_WARPS; w++) {
-        mk_next_begin(sh, w);
-        const uint32_t i = at0 + mk_group_first(w, at0);
-        sh->memo[w].next = {mk_stage_bar(sh, i), mk_stage_at(sh, i) + SCALES, mk_stage_parity(i), at0};
-        sh->memo[w].batch = batch;
-    }
-    route(r0, n);
+    lanes_ring_places(at0, SCALES);
+    sh->args.map = words;
+    for (uint32_t w = 0; w < MK_WARPS; w++) sh->memo[w].batch = batch;
+    lanes_route(routes, chosen + r0, n, of.topk, EXPERTS);
+    memcpy(routes->weight, weight[r0], n * sizeof weight[r0]);
     sh->step.nrows = n;
     sh->vec[0] = u, sh->vec[1] = {}, sh->vec[2] = from, sh->vec[3] = out;
     for (uint32_t s = 0; s <= u.nslice; s++) sh->start[s] = (uint16_t)(s / of.slices * of.k + start[s % of.slices]);
@@ -214,11 +189,7 @@ static void run(uint32_t r0, uint32_t n, bool map, uint4 *to)
 
 static double entry(uint32_t e, uint32_t i, uint32_t c)
 {
-    const uint8_t *at = weight_at(e, i, c);
-    if (of.fp8) return (double)mk_fp8_finite(*at) * ((const float *)matrix[e])[c / 128 * nseg + (phase + i) / MK_SCALE_ROWS];
-    uint16_t h;
-    memcpy(&h, at, sizeof h);
-    return mk_widen_bf16(h);
+    return lanes_weight(weight_at(e, i, c), wtype()) * (of.fp8 ? ((const float *)matrix[e])[c / 128 * nseg + (phase + i) / MK_SCALE_ROWS] : 1);
 }
 /* The greatest difference of a value of row r, by the sum of the magnitudes that are added there. */
 static double error(const uint4 *found, uint32_t r)

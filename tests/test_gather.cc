@@ -7,13 +7,13 @@ extern "C" {
 #include "instructions/program.h"
 }
 #include "instructions/gather.cuh"
-#include "megakernel/deal.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
 extern "C" {
 #include <cmocka.h>
 }
+#include "tests/lanes/packets.h"
 
 typedef struct shape {
     bool f32, fp8;
@@ -39,10 +39,6 @@ static float f16_value(uint32_t h)
     const uint32_t e = h >> 10 & 31, m = h & 1023;
     const float x = e ? ldexpf((float)(m | 1024), (int)e - 25) : ldexpf((float)m, -24);
     return h >> 15 ? -x : x;
-}
-static float bf16_round(float x)
-{
-    return __uint_as_float(mk_bf16_bits(x) << 16);
 }
 
 /* Slices, and the plan that the host makes of an instruction that gathers so. false: such a vector is not dealt. */
@@ -80,8 +76,7 @@ static void publish(const shape *s)
             float squares = 0;
             for (uint32_t i = 0; i < n; i++) {
                 const float x = value[r * vec.width + start[t] + i];
-                uint32_t *w = &to[i / per].x + i % per / (s->f32 ? 1 : 2);
-                *w |= s->f32 ? __float_as_uint(x) : mk_bf16_bits(x) << 16 * (i & 1);
+                lanes_put(to, i, x, s->f32);
                 squares += x * x;
             }
             if (vec.trailer) (&to[(all - 1) / 3].x)[(all - 1) % 3] = __float_as_uint(squares);
@@ -161,7 +156,7 @@ static uint32_t wrong(const shape *s, const result *x, uint32_t first)
         for (uint32_t w = 0; w < MK_WARPS; w++) sum += x->sumsq[r][w];
         if (s->pro == MK_PRO_RMS) bad += !(fabsf(sum - squares) <= 1e-5f * squares);
         for (uint32_t i = 0; i < part; i++) {
-            const float v = value[(first + r) * vec.width + s->in_off + part0 + i], want = s->pro == MK_PRO_RMS ? bf16_round(v * gamma_of[part0 + i]) : v;
+            const float v = value[(first + r) * vec.width + s->in_off + part0 + i], want = s->pro == MK_PRO_RMS ? lanes_bf16(v * gamma_of[part0 + i]) : v;
             uint16_t h;
             memcpy(&h, x->staging + r * stride + 2 * i, 2);
             const uint32_t head = s->head ? (part0 + i) / s->head : 0;
@@ -188,7 +183,7 @@ static void check(const shape *s, uint32_t nrows, const char *what)
     gamma_of = (float *)malloc(s->k * sizeof *gamma_of);
     for (uint32_t i = 0; i < rows * vec.width; i++) {
         const float x = ((float)lanes_random(2001) - 1000) * ldexpf(1, (int)lanes_random(12) - 12);
-        value[i] = s->f32 ? x : bf16_round(x);
+        value[i] = s->f32 ? x : lanes_bf16(x);
     }
     for (uint32_t i = 0; i < s->k; i++) gamma_of[i] = 0.5f + (float)lanes_random(1000) / 1000;
     memset(words, 0, sizeof words);

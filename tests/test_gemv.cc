@@ -13,6 +13,7 @@ extern "C" {
 extern "C" {
 #include <cmocka.h>
 }
+#include "tests/lanes/experts.h"
 #include "tests/lanes/packets.h"
 #include "tests/lanes/ring.h"
 
@@ -39,17 +40,13 @@ static uint32_t wtype(void)
 }
 static uint8_t *weight_at(uint32_t i, uint32_t c)
 {
-    const uint32_t per = mk_kblock_values(wtype()), byte = c % per * (MK_KBLOCK_BYTES / per);
-    return segment + scale_bytes + mk_quarter_at(total, c / per, byte / MK_QUARTER_BYTES, i) + byte % MK_QUARTER_BYTES;
+    return lanes_weight_at(segment + scale_bytes, wtype(), total, i, c);
 }
 static double weight(uint32_t i, uint32_t c)
 {
-    const uint8_t *at = weight_at(i, c);
-    uint16_t h;
-    memcpy(&h, at, sizeof h);
-    return of.fp8 ? (double)mk_fp8_finite(*at) * *(const float *)(segment + (plan.tile.shift == MK_SHIFT_ALL ? 4 * i : (c / 64 >> plan.tile.shift) * 4 * plan.tile.nseg * plan.tile.halves +
-                                                                  mk_scale_of(i, total, total / plan.tile.halves, plan.tile.nseg, plan.tile.phase)))
-                  : (double)mk_widen_bf16(h);
+    const mk_tile *t = &plan.tile;
+    const uint32_t scale = t->shift == MK_SHIFT_ALL ? 4 * i : (c / 64 >> t->shift) * 4 * t->nseg * t->halves + mk_scale_of(i, total, total / t->halves, t->nseg, t->phase);
+    return lanes_weight(weight_at(i, c), wtype()) * (of.fp8 ? *(const float *)(segment + scale) : 1);
 }
 static void fill(uint32_t stage, uint8_t *to)
 {
@@ -84,15 +81,11 @@ static void run(uint32_t r0, uint32_t n, void (*body)(void), uint4 *result)
     const uint32_t turn = lanes_random(2);
     lanes_ring_begin(at0, nst, fill);
     sh->step.nrows = n, sh->step.seq = 7;
-    sh->args.ring.scales = SCALES, sh->args.map = words, sh->args.exchange = exchange, sh->args.epoch0 = EPOCH0;
+    sh->args.map = words, sh->args.exchange = exchange, sh->args.epoch0 = EPOCH0;
     memcpy(sh->vec, vec, sizeof vec);
     for (uint32_t i = 0; i <= vec[0].nslice; i++) sh->start[i] = (uint16_t)start[i];
-    for (uint32_t w = 0; w < MK_WARPS; w++) {
-        mk_next_begin(sh, w);
-        const uint32_t i = at0 + mk_group_first(w, at0);
-        sh->memo[w].next = {mk_stage_bar(sh, i), mk_stage_at(sh, i) + SCALES, mk_stage_parity(i), at0};
-        sh->memo[w].turn = turn;
-    }
+    lanes_ring_places(at0, SCALES);
+    for (uint32_t w = 0; w < MK_WARPS; w++) sh->memo[w].turn = turn;
     mk_fed *f = &sh->fed[0];
     f->in.opcode = MK_OP_GEMV, f->in.signal_vec = 2;
     f->in.wait[0] = {0, 0, 0, (uint16_t)vec[0].nslice}, f->in.wait[1] = {1, 0, 0, 1};

@@ -12,6 +12,7 @@ extern "C" {
 extern "C" {
 #include <cmocka.h>
 }
+#include "tests/lanes/experts.h"
 #include "tests/lanes/packets.h"
 #include "tests/lanes/ring.h"
 
@@ -50,17 +51,12 @@ static uint32_t rows_of(uint32_t t)
 }
 static uint8_t *weight_at(uint32_t e, uint32_t t, uint32_t i, uint32_t c)
 {
-    const uint32_t per = mk_kblock_values(wtype()), byte = c % per * (MK_KBLOCK_BYTES / per);
-    return segment[e][t] + scale_bytes + mk_quarter_at(2 * rows_of(t), c / per, byte / MK_QUARTER_BYTES, i) + byte % MK_QUARTER_BYTES;
+    return lanes_weight_at(segment[e][t] + scale_bytes, wtype(), 2 * rows_of(t), i, c);
 }
 static double weight(uint32_t e, uint32_t t, uint32_t i, uint32_t c)
 {
     const uint32_t rows = rows_of(t), phase = mk_expert_start(t, of.inter, of.T) % MK_SCALE_ROWS, nseg = plan.tile.nseg;
-    const uint8_t *at = weight_at(e, t, i, c);
-    uint16_t h;
-    memcpy(&h, at, sizeof h);
-    if (!of.fp8) return mk_widen_bf16(h);
-    return (double)mk_fp8_finite(*at) * ((const float *)segment[e][t])[c / 128 * 2 * nseg + (i >= rows ? nseg : 0) + (phase + i % rows) / MK_SCALE_ROWS];
+    return lanes_weight(weight_at(e, t, i, c), wtype()) * (of.fp8 ? ((const float *)segment[e][t])[c / 128 * 2 * nseg + (i >= rows ? nseg : 0) + (phase + i % rows) / MK_SCALE_ROWS] : 1);
 }
 static void fill(uint32_t stage, uint8_t *to)
 {
@@ -76,22 +72,10 @@ static uint4 *packets(uint32_t v, uint32_t row)
 
 /* ---- a step -------------------------------------------------------------------------------------------------------------- */
 
-/* What ROUTE leaves of rows [r0, r0 + n). */
-static void route(uint32_t r0, uint32_t n)
+/* Stages of the union's slices that are worker 0's. */
+static void deal(void)
 {
-    mk_pairs *pairs = &lanes_shared->pairs;
-    uint32_t p = 0;
-    routes->n_union = 0;
-    for (uint32_t e = 0; e < of.experts; e++) {
-        const uint32_t first = p, j = routes->n_union;
-        for (uint32_t r = 0; r < n; r++)
-            for (uint32_t rank = 0; rank < of.topk; rank++)
-                if (chosen[r0 + r][rank] == e) pairs->rank[p] = (uint8_t)rank, pairs->row[p] = (uint8_t)r, pairs->expert[p++] = (uint8_t)j;
-        if (p == first) continue;
-        pairs->first[j] = (uint8_t)first, pairs->first[j + 1] = (uint8_t)p;
-        routes->expert[routes->n_union++] = (uint16_t)e;
-    }
-    n_stages = 0; /* the worker is number 0 */
+    n_stages = 0;
     for (uint32_t i = 0; i < routes->n_union * of.T; i += of.workers) {
         const uint32_t t = i % of.T, rows = 2 * rows_of(t), per = rows == plan.tile.rows ? of.per : of.less;
         for (uint32_t s = 0; s * per < nkb; s++) stages[n_stages++] = {segment[routes->expert[i / of.T]][t], rows, per, s};
@@ -112,19 +96,15 @@ static void run(uint32_t r0, uint32_t n, void (*body)(void), uint4 *result)
     const uint32_t turn = lanes_random(2), epoch = mk_epoch(EPOCH0, 7, 0), row = vec[2].nslice * vec[2].slice_packets;
     at0 = lanes_random(1000);
     lanes_ring_begin(at0, 0, fill);
-    route(r0, n);
-    lanes_loader.stages = n_stages;
-    for (uint32_t i = 0; i < MK_STAGES; i++) lanes_slot_next((at0 + i) % MK_STAGES, i);
+    lanes_route(routes, chosen + r0, n, of.topk, of.experts);
+    deal();
+    lanes_ring_stages(n_stages);
     sh->step.nrows = n, sh->step.seq = 7;
-    sh->args.ring.scales = SCALES, sh->args.map = words, sh->args.exchange = exchange, sh->args.epoch0 = EPOCH0, sh->args.workers = of.workers;
+    sh->args.map = words, sh->args.exchange = exchange, sh->args.epoch0 = EPOCH0, sh->args.workers = of.workers;
     memcpy(sh->vec, vec, sizeof vec);
     for (uint32_t i = 0; i <= vec[0].nslice; i++) sh->start[i] = (uint16_t)start[i];
-    for (uint32_t w = 0; w < MK_WARPS; w++) {
-        mk_next_begin(sh, w);
-        const uint32_t i = at0 + mk_group_first(w, at0);
-        sh->memo[w].next = {mk_stage_bar(sh, i), mk_stage_at(sh, i) + SCALES, mk_stage_parity(i), at0};
-        sh->memo[w].turn = turn;
-    }
+    lanes_ring_places(at0, SCALES);
+    for (uint32_t w = 0; w < MK_WARPS; w++) sh->memo[w].turn = turn;
     mk_fed *f = &sh->fed[0];
     f->in.opcode = MK_OP_EXPERT_UP, f->in.signal_vec = 2;
     f->in.wait[0] = {0, 0, 0, (uint16_t)vec[0].nslice}, f->in.wait[1] = {1, 0, 0, 1};

@@ -76,6 +76,12 @@ static void lanes_ring_open(uint32_t stride, uint32_t local = 0)
     lanes_loader.stride = stride, lanes_loader.late = 6000;
     lanes_mbar_test = lanes_ring_test, lanes_mbar_arrive = lanes_ring_arrive;
 }
+/* So many stages come. */
+static void lanes_ring_stages(uint32_t stages)
+{
+    lanes_loader.stages = stages;
+    for (uint32_t i = 0; i < MK_STAGES; i++) lanes_slot_next((lanes_loader.at + i) % MK_STAGES, i);
+}
 /* An instruction's beginning: shared memory holds anything but what the kernel has made zero, or has in it by then, and `stages` stages come from number `at` on, which are the warps' next. */
 static void lanes_ring_begin(uint32_t at, uint32_t stages, void (*fill)(uint32_t stage, uint8_t *to))
 {
@@ -85,8 +91,19 @@ static void lanes_ring_begin(uint32_t at, uint32_t stages, void (*fill)(uint32_t
     sh->aborted = sh->lap.none = 0;
     sh->args.ring.at = lanes_ring[0], sh->args.ring.stride = lanes_loader.stride, sh->args.ring.stages = MK_STAGES;
     for (uint32_t w = 0; w < MK_WARPS; w++) sh->memo[w].next.at = at;
-    lanes_loader.at = at, lanes_loader.stages = stages, lanes_loader.fill = fill;
-    for (uint32_t i = 0; i < MK_STAGES; i++) lanes_slot_next((at + i) % MK_STAGES, i);
+    lanes_loader.at = at, lanes_loader.fill = fill;
+    lanes_ring_stages(stages);
+}
+/* The warps stand before stage `at`, whose weights come `scales` bytes behind its beginning. */
+static inline void lanes_ring_places(uint32_t at, uint32_t scales)
+{
+    mk_shared *sh = lanes_shared;
+    sh->args.ring.scales = scales;
+    for (uint32_t w = 0; w < MK_WARPS; w++) {
+        mk_next_begin(sh, w);
+        const uint32_t i = at + mk_group_first(w, at);
+        sh->memo[w].next = {mk_stage_bar(sh, i), mk_stage_at(sh, i) + scales, mk_stage_parity(i), at};
+    }
 }
 
 #endif
