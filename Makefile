@@ -63,7 +63,7 @@ tested: $(patsubst %.c,$(BUILD)/%,$(wildcard tests/gpu/test_*.c)) $(BUILD)/tests
 $(BUILD)/tests/gpu/%.o: override CFLAGS += -isystem $(dir $(realpath $(NVCC)))../include
 $(BUILD)/%.cu.o: %.cu
 	$(call nvcc)
-# Kernels that call functions: their code in the order of megakernel/layout.txt (megakernel/layout.py says why), in nvcc's order (plain/; megakernel/descriptor.py says in what it is another), and
+# Kernels that call functions: their code in the order of megakernel/layout.txt (megakernel/layout.py says why), in nvcc's order (plain/; megakernel/trim.py says in what it is another), and
 # as nvcc made it.
 LAID := $(addprefix $(BUILD)/megakernel/,kernel.cu.o baseline.cu.o)
 $(LAID): $(BUILD)/%.cu.o: $(BUILD)/plain/%.cu.o megakernel/layout.py megakernel/sass.py megakernel/layout.txt
@@ -77,9 +77,9 @@ $(ALONE): $(BUILD)/megakernel/kernel-%.o: $(BUILD)/plain/megakernel/kernel.cu.o 
 	@mkdir -p $(@D)
 	@entry=mk_kernel_$(subst .,_,$(subst -,_,$*)); objcopy --redefine-sym mk_kernel_all=$$entry --keep-global-symbol $$entry $< $@.new
 	@python3 megakernel/layout.py apply $@.new megakernel/layout.txt $* && mv $@.new $@
-$(BUILD)/plain/%.cu.o: $(BUILD)/nvcc/%.cu.o megakernel/descriptor.py megakernel/layout.py megakernel/sass.py
+$(BUILD)/plain/%.cu.o: $(BUILD)/nvcc/%.cu.o megakernel/trim.py megakernel/layout.py megakernel/sass.py
 	@mkdir -p $(@D)
-	@cp $< $@.new && python3 megakernel/descriptor.py $@.new && mv $@.new $@
+	@cp $< $@.new && python3 megakernel/trim.py $@.new && mv $@.new $@
 $(BUILD)/nvcc/%.cu.o: %.cu
 	$(call nvcc)
 endif

@@ -126,8 +126,9 @@ MK_CALL void mk_combine_rows(const mk_insn *in)
 }
 static_assert(MK_COMBINE_LOOKS == 3, "mk_combine_rows");
 
-MK_CALL void mk_combine_one(const mk_insn *in)
+MK_CALL void mk_combine_one(uint32_t insn)
 {
+    const mk_insn *in = mk_insn_at(insn);
     constexpr uint32_t MINE = (MK_MAX_SPLITS + MK_WARPS - 1) / MK_WARPS; /* splits of a warp, all in flight */
     constexpr uint32_t FEW = 5; /* of those of a warp: rows of 2,048 tokens have no more */
     const mk_dev here = mk_here(in), *d = &here;
@@ -181,9 +182,9 @@ MK_CALL void mk_combine_one(const mk_insn *in)
     }
     mk_sync();
 }
-MK_DEV void mk_combine_run(const mk_insn *in)
+MK_DEV void mk_combine_run(uint32_t insn)
 {
-    mk_sh()->step.nrows == 1 ? mk_combine_one(in) : mk_combine_rows(in);
+    mk_sh()->step.nrows == 1 ? mk_combine_one(insn) : mk_combine_rows(mk_insn_at(insn));
 }
 
 #endif

@@ -441,8 +441,9 @@ MK_DEV mk_delta_of_unit mk_delta_ask_unit(const mk_delta_unit *t, bool head, boo
     return of;
 }
 
-template <uint32_t LOW> MK_CALL void mk_delta_one(const mk_insn *in)
+template <uint32_t LOW> MK_CALL void mk_delta_one(uint32_t insn)
 {
+    const mk_insn *in = mk_insn_at(insn);
     const mk_dev here = mk_here(in), *d = &here;
     const mk_delta *e = &in->delta;
     const mk_places *place = &mk_fed_of(in)->place;

@@ -781,8 +781,9 @@ MK_DEV void mk_pair_take(const mk_dev *d, const mk_fed *f, const uint4 *from, ui
 }
 
 /* One row that mk_plan.dealt says fits, with up to 8 * EIGHTS rows of weights. Its choices are the union's experts, in that order. */
-template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(const mk_insn *in)
+template <uint32_t FORM, uint32_t EIGHTS> MK_CALL void mk_down_one(uint32_t insn)
 {
+    const mk_insn *in = mk_insn_at(insn);
     constexpr uint32_t LOADS = MK_PAIR_PACKETS(8 * EIGHTS) / 32, PART = mk_pair_part(LOADS);
     const mk_dev here = mk_here(in), *d = &here;
     mk_shared *sh = d->sh;

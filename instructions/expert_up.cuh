@@ -105,8 +105,9 @@ template <uint32_t WAYS> MK_DEV float mk_up_value(uint32_t at, uint32_t to_up, f
 }
 /* One row. Sums lie in the half of the reduction area whose turn it is, as those of GEMVs do, so that no barrier guards them; where a unit goes is known to its warp before
  * the products are there: a row's choices are the union's experts in that order, so a slice has the number of its packets. */
-template <uint32_t FORM> MK_CALL void mk_up_one(const mk_insn *in)
+template <uint32_t FORM> MK_CALL void mk_up_one(uint32_t insn)
 {
+    const mk_insn *in = mk_insn_at(insn);
     if (!mk_is_staged(mk_fed_of(in))) in = mk_insn_at(mk_stage_input(in, true, 0, mk_fed_of(in)->plan.x.k)); /* by ROUTE, mostly */
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);

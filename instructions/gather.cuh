@@ -56,9 +56,9 @@ MK_CALL uint32_t mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint
     if (sh->step.nrows == 1 && p->dealt) {
         uint32_t at;
         if (p->dealt == 1)
-            at = mk_gather_rms(in);
+            at = mk_gather_rms(mk_smem(in));
         else
-            at = p->x.form == MK_X_F16 ? mk_gather_one<true, MK_X_F16, MK_ONE_FAR>(in) : mk_gather_one<true, MK_X_BF16, MK_ONE_FAR>(in);
+            at = p->x.form == MK_X_F16 ? mk_gather_one<true, MK_X_F16, MK_ONE_FAR>(mk_smem(in)) : mk_gather_one<true, MK_X_BF16, MK_ONE_FAR>(mk_smem(in));
         mk_sync();
         return at;
     }

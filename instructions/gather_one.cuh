@@ -529,13 +529,14 @@ MK_DEV bool mk_is_staged(const mk_fed *f)
 }
 /* Stages wait 0's vector, of one row whose packets are dealt, unless it is staged. All compute threads call it; no barrier behind it yet. A function a form and prologue, and not part of
  * who multiplies: GEMVs, ROUTE and LM_HEAD gather alike, and code is larger than the caches. Returns mk_smem of its argument, which nobody has to keep over the call. */
-template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL uint32_t mk_gather_one(const mk_insn *in)
+template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL uint32_t mk_gather_one(uint32_t insn)
 {
+    const mk_insn *in = mk_insn_at(insn);
     const mk_dev here = mk_here(in), *d = &here;
     const mk_plan *p = &mk_fed_of(in)->plan;
     mk_memo *memo = d->memo;
     const uint32_t step = d->sh->step.seq, parity = memo->parity ^ 1; /* sums and scales of the vector before may still be read */
-    if (mk_is_staged(mk_fed_of(in))) return mk_smem(in);
+    if (mk_is_staged(mk_fed_of(in))) return insn;
     __syncwarp();
     if (d->lane == 0) {
         memo->staged = p->key;
@@ -548,12 +549,12 @@ template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL uint32_t mk_gather_one(
         mk_take_each<FORM>(d, in);
     else
         mk_take_long<F32, FORM, MK_LOADS_OF(F32, PRO)>(d, in, parity);
-    return mk_smem(in);
+    return insn;
 }
 /* Such a vector with an RMS norm: h. */
-MK_DEV uint32_t mk_gather_rms(const mk_insn *in)
+MK_DEV uint32_t mk_gather_rms(uint32_t insn)
 {
-    return mk_fed_of(in)->plan.x.form == MK_X_F16 ? mk_gather_one<true, MK_X_F16, MK_ONE_RMS>(in) : mk_gather_one<true, MK_X_BF16, MK_ONE_RMS>(in);
+    return mk_fed_of(mk_insn_at(insn))->plan.x.form == MK_X_F16 ? mk_gather_one<true, MK_X_F16, MK_ONE_RMS>(insn) : mk_gather_one<true, MK_X_BF16, MK_ONE_RMS>(insn);
 }
 MK_DEV bool mk_is_whole(const mk_plan *p, uint32_t nrows)
 {

@@ -6,8 +6,9 @@
 
 #include "instructions/matvec.cuh"
 
-template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
+template <uint32_t FORM> MK_CALL void mk_gemv_one(uint32_t insn)
 {
+    const mk_insn *in = mk_insn_at(insn);
     const mk_dev here = mk_here(in), *d = &here;
     mk_shared *sh = d->sh;
     const mk_fed *f = mk_fed_of(in);
@@ -15,9 +16,9 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     mk_memo *memo = d->memo;
     const uint32_t n = in->gemv.n, group = d->warp, i = min(group * MK_UNIT + d->lane, n - 1); /* who has no value does as the last one */
     /* what is asked of a warp as a whole */
-    const uint32_t control = mk_uniform(p->end | (group * MK_UNIT < n) << 16 | mk_tiles_of(p->tile.rows) << 17);
-    const uint32_t end = control & 0xffffu, tiles = control >> 17;
-    const bool unit = control >> 16 & 1;
+    const uint32_t control = mk_uniform(p->end | (group * MK_UNIT < n) << 16 | (p->x.prologue == MK_PRO_RMS) << 17 | mk_tiles_of(p->tile.rows) << 18);
+    const uint32_t end = control & 0xffffu, tiles = control >> 18;
+    const bool unit = control >> 16 & 1, rms = control >> 17 & 1;
     mk_next slot = memo->next;
     const uint32_t at = slot.at, turn = memo->turn, beside = p->beside;
     const bool mine = group * MK_UNIT + d->lane < n && d->lane < MK_UNIT, residual = unit && (end & (MK_END_ADDS | MK_END_FROM_LOCAL)) == MK_END_ADDS;
@@ -28,6 +29,8 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
 
     const mk_tile t = p->tile;
     const mk_lap lap = sh->lap;
+    float scale = in->gemv.scale;
+    mk_keep(&scale);
     const mk_way way = mk_way_of<FORM == MK_X_F16>(&t, at);
     const uint32_t red = mk_smem(sh->red) + (turn & 1) * (MK_RED_FLOATS * 2), rows = t.rows;
     uint32_t part = mk_part_at(red, rows, at), sums = red + 4 * i;
@@ -37,7 +40,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     to = mk_keep_at(to);
     mk_sync(); /* the input is staged */
     mk_trace_input(d);
-    float norm = mk_row_factor(d, p, 0) * in->gemv.scale; /* now: a warp waits for a stage rather than all for a warp */
+    float norm = (rms ? mk_rms_factor(p, sh->sumsq[memo->parity][0]) : 1) * scale; /* now: a warp waits for a stage rather than all for a warp */
     mk_keep(&norm);
     mk_stagger(&way);
     mk_product_one<FORM>(MK_FAULT_TAPE, &slot, &t, tiles, &way, &lap, mk_smem(sh->staging) + beside, mk_row_stride(p->x.k), p->head_shift, part, d->lane);
@@ -71,12 +74,17 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(const mk_insn *in)
     __syncwarp(); /* or lane 0 would come back alone */
 }
 
-/* By mk_plan.one. */
-MK_DEV void mk_gemv_one_run(const mk_insn *in, uint32_t one)
+/* By mk_plan.one: the commonest first, one comparison behind the other. */
+MK_DEV void mk_gemv_one_run(uint32_t in, uint32_t one)
 {
+#define X(f32, form, pro)                                                                                              \
+    mk_keep(&one);                                                                                                     \
+    if (one == MK_ONE(f32, form, pro)) return mk_gemv_one<form>(mk_gather_one<f32, form, pro>(in));
+    MK_ONES_OFTEN(X)
+#undef X
     switch (one) {
-#define X(f32, form, pro) case MK_ONE(f32, form, pro): mk_gemv_one<form>(mk_insn_at(mk_gather_one<f32, form, pro>(in))); break;
-        MK_ONES(X)
+#define X(f32, form, pro) case MK_ONE(f32, form, pro): mk_gemv_one<form>(mk_gather_one<f32, form, pro>(in)); break;
+        MK_ONES_SELDOM(X)
 #undef X
     }
 }

@@ -592,8 +592,9 @@ MK_DEV bool mk_gqa_halves(const mk_gqa *g, uint32_t splits)
 /* The items of this worker in a step of one row (mk_newest): the newest key and value come from the packets, and whoever has an item that needs them writes them to the cache; nothing waits
  * for GQA_APPEND, which has nothing left to do. Where the row has one split, the items publish what COMBINE would, with the same bits. Returns the vector to be signalled: the caller has no
  * register to keep it in. */
-template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(const mk_insn *in)
+template <uint32_t NB> MK_CALL uint32_t mk_gqa_one(uint32_t insn)
 {
+    const mk_insn *in = mk_insn_at(insn);
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
     const mk_newest *newest = &f->plan.newest;
@@ -821,17 +822,18 @@ template <uint32_t NB> MK_CALL uint32_t mk_gqa_rows(const mk_insn *in)
     return in->signal_vec;
 }
 
-template <bool ONE> MK_CALL void mk_gqa_run(const mk_insn *in)
+template <bool ONE> MK_CALL void mk_gqa_run(uint32_t insn)
 {
+    const mk_insn *in = mk_insn_at(insn);
     const mk_dev here = mk_here(in), *d = &here;
     mk_staged_drop(d);
     uint32_t vec;
     if (in->gqa.dim <= 64)
-        vec = ONE ? mk_gqa_one<2>(in) : mk_gqa_rows<2>(in);
+        vec = ONE ? mk_gqa_one<2>(insn) : mk_gqa_rows<2>(in);
     else if (in->gqa.dim <= 128)
-        vec = ONE ? mk_gqa_one<4>(in) : mk_gqa_rows<4>(in);
+        vec = ONE ? mk_gqa_one<4>(insn) : mk_gqa_rows<4>(in);
     else
-        vec = ONE ? mk_gqa_one<8>(in) : mk_gqa_rows<8>(in);
+        vec = ONE ? mk_gqa_one<8>(insn) : mk_gqa_rows<8>(in);
     mk_bulk_signal(d, vec);
     if (d->tid == 0) mk_flag_set(&d->sh->attended, d->sh->attended + 1);
 }

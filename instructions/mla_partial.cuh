@@ -444,8 +444,9 @@ MK_DEV void mk_mla_aside(mk_shared *sh, const mk_fed *f, uint32_t warp, uint32_t
 
 /* A step of one row: only who has the item that ends with it waits for the cache, be it the loader, if the item has pages before; what is in it of earlier steps was written before the signal of the
  * partials of its own step, which this step's descriptor is a consequence of. Bits as above. Returns the vector to be signalled: the caller has no register to keep it in. */
-template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
+template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(uint32_t insn)
 {
+    const mk_insn *in = mk_insn_at(insn);
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
     const mk_mla *m = &d->in->mla;
@@ -475,16 +476,17 @@ template <uint32_t NH, bool FP8> MK_CALL uint32_t mk_mla_one(const mk_insn *in)
     }
     return in->signal_vec;
 }
-MK_CALL void mk_mla_one_run(const mk_insn *in)
+MK_CALL void mk_mla_one_run(uint32_t insn)
 {
+    const mk_insn *in = mk_insn_at(insn);
     const mk_dev here = mk_here(in), *d = &here;
     mk_staged_drop(d);
     const bool eight = mk_mla_eights(&in->mla, &d->step->row[0]) == 1;
     uint32_t vec;
     if (in->mla.cache == MK_CACHE_FP8)
-        vec = eight ? mk_mla_one<1, true>(in) : mk_mla_one<2, true>(in);
+        vec = eight ? mk_mla_one<1, true>(insn) : mk_mla_one<2, true>(insn);
     else
-        vec = eight ? mk_mla_one<1, false>(in) : mk_mla_one<2, false>(in);
+        vec = eight ? mk_mla_one<1, false>(insn) : mk_mla_one<2, false>(insn);
     mk_bulk_signal(d, vec);
 }
 

@@ -22,7 +22,7 @@
 #define MK_ASIDES         4u
 #define MK_THREADS        (MK_COMPUTE + (4 + MK_ASIDES) * 32)
 /* Registers of a thread, together all that an SM has. ptxas ignores setmaxnreg, and says so in a line of information only, where a function
- * that a role calls needs more than that role keeps: mk_schedule_next and what it calls use 116, so that is for compute warps alone (tests/test_descriptor.sh). */
+ * that a role calls needs more than that role keeps: mk_schedule_next and what it calls use 116, so that is for compute warps alone (tests/test_trim.sh). */
 #define MK_REGS_COMPUTE   168
 #define MK_REGS_HELPER    104
 #define MK_REGS_ASIDE     72
@@ -254,10 +254,12 @@ enum { MK_END_SILU = 1, MK_END_ADDS = 2, MK_END_GATED = 4, MK_END_FROM_LOCAL = 8
 enum { MK_ONE_PLAIN = 0, MK_ONE_RMS = 1, MK_ONE_HEADS = 2, MK_ONE_LONG = 3, MK_ONE_SHORT = 4, MK_ONE_FAR = 5 }; /* prologues; LONG, SHORT, FAR: none, but more or fewer packets; FAR of f32: RMS; FAR of bf16 that are not dealt: a packet a thread */
 #define MK_IS_FAR(one) ((one) >= MK_ONE(0u, 0u, MK_ONE_FAR))
 /* Those that there are. */
-#define MK_ONES(X) \
-    X(true, MK_X_F16, MK_ONE_RMS) X(true, MK_X_BF16, MK_ONE_RMS) X(true, MK_X_F16, MK_ONE_FAR) X(true, MK_X_BF16, MK_ONE_FAR) \
-    X(false, MK_X_F16, MK_ONE_PLAIN) X(false, MK_X_F16, MK_ONE_RMS) X(false, MK_X_F16, MK_ONE_HEADS) X(false, MK_X_F16, MK_ONE_LONG) X(false, MK_X_F16, MK_ONE_SHORT) X(false, MK_X_F16, MK_ONE_FAR) \
-    X(false, MK_X_BF16, MK_ONE_PLAIN) X(false, MK_X_BF16, MK_ONE_RMS) X(false, MK_X_BF16, MK_ONE_HEADS) X(false, MK_X_BF16, MK_ONE_LONG) X(false, MK_X_BF16, MK_ONE_SHORT) X(false, MK_X_BF16, MK_ONE_FAR)
+#define MK_ONES_OFTEN(X) X(true, MK_X_F16, MK_ONE_RMS) X(false, MK_X_F16, MK_ONE_HEADS) X(false, MK_X_F16, MK_ONE_PLAIN) /* of a layer of FP8 */
+#define MK_ONES_SELDOM(X) \
+    X(true, MK_X_BF16, MK_ONE_RMS) X(true, MK_X_F16, MK_ONE_FAR) X(true, MK_X_BF16, MK_ONE_FAR) X(false, MK_X_F16, MK_ONE_RMS) X(false, MK_X_F16, MK_ONE_LONG) \
+    X(false, MK_X_F16, MK_ONE_SHORT) X(false, MK_X_F16, MK_ONE_FAR) X(false, MK_X_BF16, MK_ONE_PLAIN) X(false, MK_X_BF16, MK_ONE_RMS) X(false, MK_X_BF16, MK_ONE_HEADS) \
+    X(false, MK_X_BF16, MK_ONE_LONG) X(false, MK_X_BF16, MK_ONE_SHORT) X(false, MK_X_BF16, MK_ONE_FAR)
+#define MK_ONES(X) MK_ONES_OFTEN(X) MK_ONES_SELDOM(X)
 enum { MK_ONE_COUNT = 0x70, /* nothing but its increment: GQA_APPEND, KV_APPEND whose row the partials write */
        MK_ONE_GQA = 0x71, MK_ONE_MLA = 0x72,
        MK_ONE_NONE = 0x73, /* nothing at all: COMBINE of a row whose partials publish what it would */
@@ -585,10 +587,11 @@ MK_DEV const mk_insn *mk_insn_at(uint32_t at)
 {
     return (const mk_insn *)__cvta_shared_to_generic(at);
 }
-/* What all lanes of a warp have, in a way that the compiler knows it: a branch on it then needs no place where lanes meet again, which costs 40 clocks. */
+/* What all lanes of a warp have, in a way that the compiler knows it: a branch on it then needs no place where lanes meet again, which costs 40 clocks. Nobody else asks for the bits that all
+ * lanes have: megakernel/trim.py makes a move of it, for which nobody waits 45. */
 MK_DEV uint32_t mk_uniform(uint32_t x)
 {
-    return __reduce_max_sync(0xffffffffu, x);
+    return __reduce_and_sync(0xffffffffu, x);
 }
 #include "megakernel/trace.cuh"
 

@@ -53,8 +53,9 @@ MK_CALL void matrix_run(bool gemv)
 
 /* A function an opcode: each has all the registers to itself. What spills goes to local memory, for which shared memory has left no cache. */
 #define X(run, ...)                                                                                                    \
-    MK_CALL void call_##run(const mk_insn *in)                                                                         \
+    MK_CALL void call_##run(uint32_t insn)                                                                             \
     {                                                                                                                  \
+        const mk_insn *in = mk_insn_at(insn);                                                                          \
         __VA_ARGS__                                                                                                    \
         const mk_dev d = mk_here(in);                                                                                  \
         run(&d);                                                                                                       \
@@ -64,7 +65,7 @@ MK_DEV const mk_insn *staged(const mk_insn *in)
 {
     const mk_plan *p = &mk_fed_of(in)->plan;
     const bool one = mk_sh()->step.nrows == 1 && p->dealt == 1;
-    const uint32_t at = one ? mk_gather_rms(in) : mk_stage_input(in, true, 0, p->x.k);
+    const uint32_t at = one ? mk_gather_rms(mk_smem(in)) : mk_stage_input(in, true, 0, p->x.k);
     __syncwarp();
     if (mk_arrives(mk_tid_now() % 32)) mk_mbar_arrive(mk_smem(&mk_sh()->route_staged));
     return mk_insn_at(at);
@@ -80,9 +81,9 @@ X(mk_schedule_run)
 #undef X
 #undef STAGED
 
-/* The instruction under way, if there is one, is done; the next, which is *what. Nothing of it is kept over the instruction: it would be spilled. The next one's barrier is
- * asked for first, for its answer takes as long as the rest. */
-MK_DEV const mk_insn *instruction(uint32_t *what)
+/* The instruction under way, if there is one, is done; the next one's shared address, and what it is. Nothing of it is kept over the instruction: it would be spilled. The next one's barrier is
+ * asked for first, for its answer takes as long as the rest. (An address, and not a pointer, of which half would be asked of the SM anew for every instruction.) */
+MK_DEV uint32_t instruction(uint32_t *what)
 {
     mk_shared *sh = mk_sh();
     const uint32_t tid = mk_tid_now(), lane = tid % 32;
@@ -92,22 +93,26 @@ MK_DEV const mk_insn *instruction(uint32_t *what)
     bool fed = mk_mbar_test(full, parity);
     __syncwarp();
     if (__builtin_expect(tid == 0 && last & MK_N_TRACED && last != MK_NO_INSN, 0)) {
-        asm volatile(""); /* a branch: else every instruction waits for its loads */
         mk_trace_note *t = &sh->fed[last % MK_INSN_RING].note;
-        t->end = mk_now_low();
-        t->weights = sh->trace.weights;
+        do { /* once: ptxas makes a branch of a loop, and of what is none predicates, with whose loads every instruction would wait */
+            t->end = mk_now_low();
+            t->weights = sh->trace.weights;
+        } while (mk_flag_get(&memo->n) == MK_NO_INSN);
     }
-    if (tid == 0) mk_flag_set(&sh->current, 2 * last + 2);
     if (mk_arrives(lane) && last != MK_NO_INSN) mk_mbar_arrive(mk_smem(sh->insn_empty) + 8 * (last % MK_INSN_RING));
-    while (__builtin_expect(!fed, 0)) fed = mk_mbar_try(full, parity);
+    if (__builtin_expect(!fed, 0)) {
+        if (tid == 0) mk_flag_set(&sh->current, 2 * last + 2);
+        while (!fed) fed = mk_mbar_try(full, parity);
+    }
     mk_fed *f = &sh->fed[slot];
     const uint32_t run = mk_uniform(f->place.run);
-    if (lane == 0) memo->n = run & MK_TRACED ? n | MK_N_TRACED : n;
+    static_assert(MK_TRACED << 23 == MK_N_TRACED, "the one becomes the other");
+    if (lane == 0) memo->n = n | (run & MK_TRACED) << 23;
     if (tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
     if (tid == 0 && run & MK_TRACED) f->note.start = mk_now_low();
     __syncwarp();
     *what = run & 0xff;
-    return &f->in;
+    return mk_smem(&f->in);
 }
 
 /* This worker's queue ends with SCHEDULE. */
@@ -118,10 +123,11 @@ MK_DEV bool schedules(const mk_gpu_args *a)
 }
 
 /* What is not of a row's layer. */
-MK_CALL void other(const mk_insn *in, uint32_t what)
+MK_CALL void other(uint32_t insn, uint32_t what)
 {
+    const mk_insn *in = mk_insn_at(insn);
     switch (what) {
-    case MK_OP_EMBED: call_mk_embed_run(in); break;
+    case MK_OP_EMBED: call_mk_embed_run(insn); break;
     case MK_OP_GEMV: mk_fed_of(in)->plan.x.form == MK_X_F32 ? mk_gate_run(in) : matrix_run(true); break;
     case MK_OP_EXPERT_UP: mk_expert_up_run(in); break;
     case MK_OP_EXPERT_DOWN: mk_expert_down_run(in); break;
@@ -129,10 +135,10 @@ MK_CALL void other(const mk_insn *in, uint32_t what)
     case MK_OP_KV_APPEND: mk_kv_append_run(in); break;
     case MK_OP_MLA_PARTIAL: mk_mla_partial_run(in); break;
     case MK_OP_GQA_APPEND: mk_gqa_append_run(in); break;
-    case MK_OP_GQA_PARTIAL: mk_gqa_run<false>(in); break;
-    case MK_OP_ROUTE: call_mk_route_run(in); break;
-    case MK_OP_SAMPLE: mk_sample_is_greedy() ? call_mk_sample_greedy_run(in) : call_mk_sample_run(in); break;
-    case MK_OP_SCHEDULE: call_mk_schedule_run(in); break;
+    case MK_OP_GQA_PARTIAL: mk_gqa_run<false>(insn); break;
+    case MK_OP_ROUTE: call_mk_route_run(insn); break;
+    case MK_OP_SAMPLE: mk_sample_is_greedy() ? call_mk_sample_greedy_run(insn) : call_mk_sample_run(insn); break;
+    case MK_OP_SCHEDULE: call_mk_schedule_run(insn); break;
     default: break;
     }
 }
@@ -150,25 +156,33 @@ MK_DEV void compute(const mk_gpu_args *a)
 #pragma unroll 1
     for (;;) {
         uint32_t what;
-        const mk_insn *in = instruction(&what);
+        const uint32_t in = instruction(&what);
         if (MK_IS_ONE(what)) { /* most are */
             mk_gemv_one_run(in, what);
             continue;
         }
+        /* what every layer has of FP8, first: one comparison behind the other, for a switch is a tree of as many for each */
+#define X(code, run)                                                                                                   \
+    mk_keep(&what);                                                                                                    \
+    if (what == (code)) {                                                                                              \
+        run;                                                                                                           \
+        continue;                                                                                                      \
+    }
+        X(MK_ONE_UP + 1, mk_up_one<MK_X_F16>(in))
+        X(MK_ONE_ROUTE, call_mk_route_one_run(in))
+        X(MK_ONE_DOWN + 3, (mk_down_one<MK_X_F16, 2>(in)))
+        X(MK_ONE_DOWN + 4, (mk_down_one<MK_X_F16, 3>(in)))
+        X(MK_ONE_DELTA, mk_delta_one<0>(in))
+        X(MK_ONE_DELTA + 2, mk_delta_one<MK_W_FP8>(in))
+#undef X
         switch (what) {
         case MK_ONE_UP: mk_up_one<MK_X_BF16>(in); break;
-        case MK_ONE_UP + 1: mk_up_one<MK_X_F16>(in); break;
         case MK_ONE_DOWN: mk_down_one<MK_X_BF16, 2>(in); break;
         case MK_ONE_DOWN + 1: mk_down_one<MK_X_BF16, 3>(in); break;
         case MK_ONE_DOWN + 2: mk_down_one<MK_X_BF16, 4>(in); break;
-        case MK_ONE_DOWN + 3: mk_down_one<MK_X_F16, 2>(in); break;
-        case MK_ONE_DOWN + 4: mk_down_one<MK_X_F16, 3>(in); break;
         case MK_ONE_DOWN + 5: mk_down_one<MK_X_F16, 4>(in); break;
-        case MK_ONE_DELTA: mk_delta_one<0>(in); break;
         case MK_ONE_DELTA + 1: mk_delta_one<MK_W_BF16>(in); break;
-        case MK_ONE_DELTA + 2: mk_delta_one<MK_W_FP8>(in); break;
-        case MK_OP_ROUTER: mk_router_run(in); break;
-        case MK_ONE_ROUTE: call_mk_route_one_run(in); break;
+        case MK_OP_ROUTER: mk_router_run(mk_insn_at(in)); break;
         case MK_ONE_ROUTE + 1: call_mk_route_pair_run(in); break;
         case MK_ONE_GQA: mk_gqa_run<true>(in); break;
         case MK_ONE_MLA: mk_mla_one_run(in); break;

@@ -308,7 +308,7 @@ def prove(k, m):
         return False
 
     def clocks(i, j):
-        """From instruction i on, over j, until what comes next that still stands, as it was. What descriptor.py has taken away takes none."""
+        """From instruction i on, over j, until what comes next that still stands, as it was. What trim.py has taken away takes none."""
         n = stall(c.word[i][1])
         while j < c.n and m.origin[m.at[j]] != j:
             n += stall(c.word[j][1]) if c.word[j] != LEFT_OUT else 0
@@ -496,13 +496,14 @@ def carried(old, new, who):
 
 
 def renamed(was, now):
-    """Functions whose parameters are others than they were: the only one of its identifier before and after."""
+    """Functions whose parameters are others than they were: the only one of its identifier, and of its template's arguments, before and after."""
 
     def sole(names):
         of = collections.defaultdict(list)
         for name in names:
             length = re.match(r"_Z(\d+)", name)
-            of[name[: length.end() + int(length[1])] if length else name].append(name)
+            end = length.end() + int(length[1]) if length else len(name)
+            of[name[:end] + re.match(r"(?:I(?:L[a-z]\d+E)+E)?", name[end:])[0]].append(name)
         return {identifier: same[0] for identifier, same in of.items() if len(same) == 1}
 
     before, after = sole(was), sole(now)

@@ -135,11 +135,11 @@ template <uint32_t FORM> static void body_one(void)
     if (lanes.me >= LANES_COMPUTE) return;
     for (uint32_t n = lanes_random(30); n && lanes.me % 32 == 0; n--) lanes_yield();
     if (of.n <= 16)
-        mk_down_one<FORM, 2>(&sh->fed[0].in);
+        mk_down_one<FORM, 2>(mk_smem(&sh->fed[0].in));
     else if (of.n <= 24)
-        mk_down_one<FORM, 3>(&sh->fed[0].in);
+        mk_down_one<FORM, 3>(mk_smem(&sh->fed[0].in));
     else
-        mk_down_one<FORM, 4>(&sh->fed[0].in);
+        mk_down_one<FORM, 4>(mk_smem(&sh->fed[0].in));
 }
 static bool run_one(uint32_t r)
 {

@@ -101,7 +101,7 @@ static void gather_one(void)
 {
     const mk_insn *in = &lanes_shared->fed[0].in;
     switch (plan.one) {
-#define X(f32, form, pro) case MK_ONE(f32, form, pro): mk_gather_one<f32, form, pro>(in); break;
+#define X(f32, form, pro) case MK_ONE(f32, form, pro): mk_gather_one<f32, form, pro>(mk_smem(in)); break;
         MK_ONES(X)
 #undef X
     }

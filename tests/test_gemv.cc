@@ -71,7 +71,7 @@ static void several(void)
 }
 static void one(void)
 {
-    mk_gemv_one_run(&lanes_shared->fed[0].in, plan.one);
+    mk_gemv_one_run(mk_smem(&lanes_shared->fed[0].in), plan.one);
 }
 /* Rows [r0, r0 + n), of which the packets lie as rows 0 ... */
 static void run(uint32_t r0, uint32_t n, void (*body)(void), uint4 *result)

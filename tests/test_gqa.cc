@@ -133,7 +133,7 @@ static void prepare(uint32_t row, uint32_t n, uint32_t part)
 }
 template <uint32_t NB> static void of_one(void)
 {
-    mk_gqa_one<NB>(&lanes_shared->fed[0].in);
+    mk_gqa_one<NB>(mk_smem(&lanes_shared->fed[0].in));
 }
 template <uint32_t NB> static void of_several(void)
 {

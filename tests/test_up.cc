@@ -87,7 +87,7 @@ static void several(void)
 }
 static void one(void)
 {
-    of.fp8 ? mk_up_one<MK_X_F16>(&lanes_shared->fed[0].in) : mk_up_one<MK_X_BF16>(&lanes_shared->fed[0].in);
+    of.fp8 ? mk_up_one<MK_X_F16>(mk_smem(&lanes_shared->fed[0].in)) : mk_up_one<MK_X_BF16>(mk_smem(&lanes_shared->fed[0].in));
 }
 /* Rows [r0, r0 + n), of which the packets lie as rows 0 ... */
 static void run(uint32_t r0, uint32_t n, void (*body)(void), uint4 *result)

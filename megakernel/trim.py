@@ -1,28 +1,36 @@
 #!/usr/bin/env python3
-"""Whence the kernel's loads and stores have the memory descriptor.
+"""What ptxas puts into the kernel that need not be executed, or has something cheaper in its place.
 
-    descriptor.py FILE    changes the kernels in FILE, an object of nvcc's, in place
+    trim.py FILE    changes the kernels in FILE, an object of nvcc's, in place
 
-Why: sm_90's global loads and stores name a pair of uniform registers with a descriptor, which is the same for all of them and a constant of the launch. ptxas loads it into such a pair at the
-kernel's entry and keeps it there over all calls, for the entry has loads of its own. A function that is called is compiled without knowing that: it loads the constant into ordinary registers, and
-moves it from there in front of nearly every load (R2UR, twice, under the load's own predicate), which the load then waits for, 13 clocks: 3 to 4 % of all instructions that a step executes, and
-in a look at packets, for which everybody waits, half of it (profiles/NOTES.md, forty-ninth session).
+The memory descriptor. sm_90's global loads and stores name a pair of uniform registers with a descriptor, which is the same for all of them and a constant of the launch. ptxas loads it into such a
+pair at the kernel's entry and keeps it there over all calls, for the entry has loads of its own. A function that is called is compiled without knowing that: it loads the constant into ordinary
+registers, and moves it from there in front of nearly every load (R2UR, twice, under the load's own predicate), which the load then waits for, 13 clocks: 3 to 4 % of all instructions that a step
+executes, and in a look at packets, for which everybody waits, half of it (profiles/NOTES.md, forty-ninth session). The functions' loads and stores name the entry's pair instead, and those R2UR whose
+registers nobody reads any more are left out.
 
-How: the functions' loads and stores name the entry's pair instead; those R2UR whose registers nobody reads any more become a NOP of one clock, which layout.py leaves out; and what stood there for
-their sake alone stands closer to what is before it. For that
+YIELD. ptxas puts it into loops and functions: lanes of a warp that have parted take turns there, so that one that waits lets go on what it waits for. No lane here waits for what another of its
+warp has yet to do, on a way of its own (whoever writes a wait sees to that), and a warp that is together takes 45 clocks for each: 5 % of a compute warp's time, of a loop of products a sixteenth
+(sixty-seventh session).
+
+REDUX of the bits that all lanes have: mk_uniform's, whose lanes all have the same word, so that a move of any lane's is the same (R2UR), and is there after 13 clocks instead of 45.
+
+How: what is left out becomes a NOP of one clock, which layout.py leaves out, and what stood there for its sake alone stands closer to what is before it. For that
     what a load or store has named holds the descriptor on every way to it, out of that constant, by copies at most;
     an R2UR goes if no way from it leads to what may read its register;
     two instructions come no closer than they were, unless they are farther apart than the second may have to wait for the first one's results (sass.py's needs): within a block of instructions and
-    over its borders. Results that are announced by a barrier are waited for there; an R2UR announces nothing, and what it waited for is waited for by what follows it.
-A kernel with an opcode that sass.py does not know stays as it is. prove() goes over what came out once more."""
+    over its borders. Results that are announced by a barrier are waited for there; what is left out announces nothing, and what it waited for is waited for by what follows it. A YIELD that
+    cannot go so is a NOP of as many clocks.
+In a kernel with an opcode that sass.py does not know YIELD and REDUX alone are replaced, in their places. prove() goes over what came out once more."""
 import collections
+import copy
 import itertools
 import struct
 import sys
 
 import layout
 from sass import (
-    BRA, BRX, BSSY, BSYNC, CALL, COLLECTIVE, CONSTANT, COPIES, EXIT, LDC, LEFT_OUT, LONG, MIXED, MOST_STALL, NAMES, PLAIN, R2UR, RZ, SLOW, SOON, SPLIT, ULDC, UNIFORM, URZ, WRITES_UNIFORM, Refused, always,
+    BRA, BRX, BSSY, BSYNC, CALL, COLLECTIVE, CONSTANT, COPIES, EXIT, LDC, LEFT_OUT, LONG, MIXED, MOST_STALL, NAMES, NOP, PLAIN, PT, R2UR, REDUX, REDUX_AND, RZ, SLOW, SOON, SPLIT, ULDC, UNIFORM, URZ, WRITES_UNIFORM, YIELD, Refused, always,
     barriers, ends, field, known, latency, moves_up, needs, opcode, placed, reads_uniform, stall, stalled, waits, writes, writes_uniform)
 
 
@@ -41,6 +49,23 @@ class Block:
 
     def __init__(self, first, end, entered):
         self.first, self.end, self.entered, self.to, self.by = first, end, entered, [], []
+
+
+def cheaper(w):
+    """What stands in an instruction's place: for a YIELD a NOP of its clocks, which waits for what that does; for what says to all lanes what all have (mk_uniform) a move of any lane's."""
+    if opcode(w) == YIELD and always(w) and barriers(w) == (7, 7):
+        return NOP | PT << 12, w[1] >> 41 << 41
+    if opcode(w) == REDUX and always(w) and field(w, 64, 41) == REDUX_AND:
+        return R2UR | PT << 12 | field(w, 16, 6) << 16 | field(w, 24, 8) << 24, stalled(0x0E0000 | 63 << 46 | waits(w) << 52, max(SOON, stall(w[1])))
+    return w
+
+
+def cheapened(c):
+    """The same code with all of them replaced."""
+    new = copy.copy(c)
+    new.word = [cheaper(w) for w in c.word]
+    new.op = [opcode(w) for w in new.word]
+    return new
 
 
 def entries(c):
@@ -185,19 +210,20 @@ def waited_for(c, parts):
 
 
 class Edit:
-    """What becomes of a kernel's instructions: .word, those that are others; .gone, those that are left out; .named, how many name another pair; .kept, how many R2UR stay in called functions; .strange, opcodes that are
-    not in sass.py's tables: where there are any, nothing is changed."""
+    """What becomes of a kernel's instructions: .word, those that are others; .gone, those that are left out; .idle, those that were a YIELD; .named, how many name another pair; .kept, how many R2UR stay in called
+    functions; .strange, opcodes that are not in sass.py's tables: where there are any, nothing is left out. .c is the code with what is cheaper in its place."""
 
     def __init__(self, k):
-        self.k, self.c, self.word, self.gone, self.named, self.kept = k, k.code, {}, set(), 0, 0
+        self.k, self.c, self.word, self.gone, self.named, self.kept = k, cheapened(k.code), {}, set(), 0, 0
+        self.idle = {i for i, op in enumerate(k.code.op) if op == YIELD != self.c.op[i]}
         self.pair, self.strange = home(k), sorted({opcode(w) for w in k.code.word if not known(w)})
-        if self.pair is None or self.strange:
+        if self.strange:
             return
         called = entries(self.c)
-        for first, end, _ in k.functions[1:]:
-            if any(self.c.op[i] == R2UR for i in range(first, end)):
-                self.function(blocks(self.c, called, first, end))
-                self.kept += sum(self.c.op[i] == R2UR and i not in self.gone for i in range(first, end))
+        for n, (first, end, _) in enumerate(k.functions):
+            if any(self.c.op[i] == R2UR or i in self.idle for i in range(first, end)):
+                self.function(blocks(self.c, called, first, end), n > 0 and self.pair is not None)
+                self.kept += sum(n > 0 and self.k.code.op[i] == R2UR and i not in self.gone for i in range(first, end))
 
     def write(self):
         words = {**self.word, **dict.fromkeys(self.gone, LEFT_OUT)}
@@ -206,15 +232,16 @@ class Edit:
     def now(self, i):
         return self.word.get(i, self.c.word[i])
 
-    def function(self, parts):
-        c, closer = self.c, set()
-        for i, held in holders(c, parts).items():
-            u = field(c.word[i], NAMES[c.op[i]], 6)
-            if {UNIFORM_LOW + u, UNIFORM_HIGH + u + 1} <= held:
-                self.word[i] = placed(c.word[i], NAMES[c.op[i]], 6, self.pair)
-                closer.add(i)
-        self.named += len(closer)
-        dead = {i for i, live in alive(c, parts, self.now).items() if moves_up(c.word[i]) and barriers(c.word[i]) == (7, 7) and field(c.word[i], 16, 6) not in live}
+    def function(self, parts, called):
+        c, closer, dead = self.c, set(), {i for b in parts for i in range(b.first, b.end) if i in self.idle}
+        if called:
+            for i, held in holders(c, parts).items():
+                u = field(c.word[i], NAMES[c.op[i]], 6)
+                if {UNIFORM_LOW + u, UNIFORM_HIGH + u + 1} <= held:
+                    self.word[i] = placed(c.word[i], NAMES[c.op[i]], 6, self.pair)
+                    closer.add(i)
+            self.named += len(closer)
+            dead |= {i for i, live in alive(c, parts, self.now).items() if moves_up(c.word[i]) and barriers(c.word[i]) == (7, 7) and field(c.word[i], 16, 6) not in live}
         tail = waited_for(c, parts)
         for b in parts:
             out = {i for i in dead if b.first <= i < b.end}
@@ -285,7 +312,7 @@ def prove(e, parts, tail):
     for b in parts:
         out = {i for i in range(b.first, b.end) if i in e.gone}
         for i in out:
-            if not moves_up(c.word[i]) or barriers(c.word[i]) != (7, 7) or field(c.word[i], 16, 6) in read[i]:
+            if i not in e.idle and (not moves_up(c.word[i]) or barriers(c.word[i]) != (7, 7) or field(c.word[i], 16, 6) in read[i]):
                 raise Refused("instruction %#x is needed" % (16 * i))
         if out or any(i in e.word for i in range(b.first, b.end)):
             prove_block(e, b, out, tail[b])
@@ -331,11 +358,13 @@ def main(argv):
                 e = Edit(k)
                 e.write()
                 why = ", sass.py does not know opcode " + ", ".join("%#x" % op for op in e.strange) if e.strange else ""
-                print("  descriptor %s: %d loads and stores name the entry's pair, %d R2UR left out, %d stay%s" % (k.name, e.named, len(e.gone), e.kept, why))
+                count = {op: k.code.op.count(op) for op in (YIELD, REDUX)}
+                print("  trim %s: %d loads and stores name the entry's pair, %d R2UR left out, %d stay; of %d YIELD %d left out, %d NOPs; %d of %d REDUX are moves%s" % (
+                    k.name, e.named, len(e.gone - e.idle), e.kept, count[YIELD], len(e.gone & e.idle), len(e.idle - e.gone), count[REDUX] - e.c.op.count(REDUX), count[REDUX], why))
             f.seek(0)
             f.write(data)
     except (Refused, OSError) as e:
-        sys.stderr.write("descriptor: %s\n" % e)
+        sys.stderr.write("trim: %s\n" % e)
         return 1
     return 0
 

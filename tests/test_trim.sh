@@ -1,20 +1,20 @@
 #!/bin/bash
-# megakernel/descriptor.py: what it finds in code of a few instructions, that it is what was built, and that its proof can fail. No GPU: tests/gpu runs what comes out.
+# megakernel/trim.py: what it finds in code of a few instructions, that it is what was built, and that its proof can fail. No GPU: tests/gpu runs what comes out.
 PYTHONPATH=megakernel python3 - "$BUILD" <<'PY'
 import os
 import sys
 from types import SimpleNamespace
 
-import descriptor
 import layout
 import sass
+import trim
 from sass import BRA, LEFT_OUT, Refused, field, opcode, placed, stall, stalled, waits
 
 failed = []
 
 
 def check(name, right):
-    print(("ok - descriptor: " if right else "not ok - descriptor: ") + name)
+    print(("ok - trim: " if right else "not ok - trim: ") + name)
     failed.extend([] if right else [name])
 
 
@@ -70,6 +70,17 @@ def sts(u):
     return 0x012820FF00007988, 0x000FE80008000800 | u
 
 
+def redux(u, r, what=0, n=4):
+    """REDUX u, r, which announces by scoreboard 1."""
+    return clocks((0x73C4 | u << 16 | r << 24, 0x000E620000000000 | what), n)
+
+
+def unit(u, r, n=5):
+    """IMAD.U32 r, RZ, RZ, u."""
+    return clocks((0x00000000FF007E24 | r << 16 | u << 32, 0x000FE4000F8E00FF), n)
+
+
+idle = (0x0000000000007946, 0x000FEA0003800000)  # YIELD, five clocks
 ret, end, nop = (0x0000000010007950, 0x000FEA0003C3FFFF), (0x000000000000794D, 0x000FEA0003800000), (0x0000000000007918, 0x000FC00000000000)
 
 
@@ -82,7 +93,7 @@ def kernel(*function, entry=(uldc(26),), to={}):
 
 
 def edited(*function, **how):
-    e = descriptor.Edit(kernel(*function, **how))
+    e = trim.Edit(kernel(*function, **how))
     n = e.k.functions[1][0]
     return e, {i - n for i in e.gone}, lambda i: e.now(n + i)
 
@@ -109,11 +120,11 @@ e, gone, now = edited(*look, at_32(uldc(4), 0x20), sts(5))
 check("and that of a constant of 32 bits is one register", e.named == 1 and gone == {7})
 e, gone, now = edited(*far, ldc(6), r2ur(4, 6, 11), clocks(r2ur(5, 7), 13, 4), ldg(8, 4, 18))
 check("what is waited for instead of an R2UR comes no sooner behind what it waits for", e.named == 1 and waits(now(9)) == 4 and sum(stall(now(i)[1]) for i in (6, 7, 8) if i not in gone) >= 13)
-check("where the entry has half of it nothing changes", not descriptor.Edit(kernel(*look, entry=(at_32(uldc(26), 0x208),))).word)
-check("where a kernel's entry has no descriptor nothing changes", not descriptor.Edit(kernel(*look, entry=(mov(9),))).word)
-check("nor where it is behind a branch", not descriptor.Edit(kernel(*look, entry=((BRA, 0x000FEA0003800000 ^ 0), uldc(26)), to={-3: -1})).word)
-check("nor where somebody writes its pair", not descriptor.Edit(kernel(*look, r2ur(27, 9))).word)
-check("nor where there is an instruction that nobody knows", not descriptor.Edit(kernel(*look, (0x7ABC, 0x000FE20000000000))).word)
+check("where the entry has half of it nothing changes", not trim.Edit(kernel(*look, entry=(at_32(uldc(26), 0x208),))).word)
+check("where a kernel's entry has no descriptor nothing changes", not trim.Edit(kernel(*look, entry=(mov(9),))).word)
+check("nor where it is behind a branch", not trim.Edit(kernel(*look, entry=((BRA, 0x000FEA0003800000 ^ 0), uldc(26)), to={-3: -1})).word)
+check("nor where somebody writes its pair", not trim.Edit(kernel(*look, r2ur(27, 9))).word)
+check("nor where there is an instruction that nobody knows", not trim.Edit(kernel(*look, (0x7ABC, 0x000FE20000000000))).word)
 
 # clocks
 e, gone, now = edited(*first, isetp(5, 13), when(5, r2ur(4, 6)), when(5, r2ur(5, 7, 13)), when(5, ldg(8, 4, 18)), isetp(5, 13))
@@ -126,17 +137,36 @@ fields = [ldc(6), r2ur(4, 6), ldg(8, 4, 18), sts(4), isetp(5, 13), wide(18, 2)]
 check("registers are read where they stand", [sass.writes_uniform(w) for w in fields] == [set(), {4}, set(), set(), set(), set()] and [sass.reads_uniform(w) for w in fields] == [set(), set(), {4, 5}, {4}, set(), set()]
       and [set(sass.writes(w)) for w in fields] == [{6, 7}, set(), {8, 9, 10, 11}, set(), set(), {18, 19}] and sass.writes_predicates(isetp(5, 13)) == {5} and 5 in sass.reads_predicates(when(5, look[3])))
 
+# YIELD, and what says to all lanes what all have
+e, gone, now = edited(*far, mov(10, 2), idle, copy(11, 12), mov(13))
+check("a YIELD is left out", gone == {7} and not e.named and stall(now(6)[1]) == 2)
+e, gone, now = edited(*far, mov(10, 2), idle, copy(11, 10), mov(13))
+check("and who needs what stands before it comes no sooner than it may", gone == {7} and stall(now(6)[1]) >= 5)
+e, gone, now = edited(*far, mov(10, 2), clocks(idle, 5, 4), copy(11, 12), mov(13))
+check("nor before what that waited for", gone == {7} and waits(now(8)) == 4)
+e, gone, now = edited(*far, isetp(0, 13), when(0, (BRA | 7 << 12, 0x000FEA0003800000)), idle, mov(10, 2), to={7: 8})
+check("where nothing may come sooner it is a NOP of its clocks", not gone and opcode(now(8)) == sass.NOP and stall(now(8)[1]) == 5)
+e, gone, now = edited(*far, when(0, idle), mov(10))
+check("under a predicate it stays", not gone and opcode(now(6)) == sass.YIELD)
+e, gone, now = edited(*far, clocks(redux(4, 10), 4, 2), clocks(unit(4, 11), 5, 2), mov(13))
+check("a REDUX of the bits that all lanes have is a move of one lane's, 13 clocks before who needs it, and waits for what it did",
+      now(6)[0] == r2ur(4, 10)[0] and now(6)[1] & (1 << 41) - 1 == 0x0E0000 and stall(now(6)[1]) == 13 and waits(now(6)) == 2 and sass.barriers(now(6)) == (7, 7) and now(7)[0] == unit(4, 11)[0])
+check("of the greatest it is none", opcode(edited(*far, redux(4, 10, 0x14000), unit(4, 11))[2](6)) == sass.REDUX)
+
 # the kernel that was built
 nvcc, plain = (os.path.join(sys.argv[1], d, "megakernel/kernel.cu.o") for d in ("nvcc", "plain"))
 if not os.path.exists(nvcc):
-    print("ok - descriptor: the kernel that was built # SKIP built without nvcc")
+    print("ok - trim: the kernel that was built # SKIP built without nvcc")
     sys.exit(bool(failed))
 k, built = layout.resident(nvcc), layout.resident(plain)
-e = descriptor.Edit(k)
+e = trim.Edit(k)
 out = [LEFT_OUT if i in e.gone else e.now(i) for i in range(k.code.n)]
-check("of the kernel that was built %d loads and stores name another pair, %d R2UR are left out, %d stay" % (e.named, len(e.gone), e.kept), e.named > 1000 and len(e.gone) > 5 * e.kept)
+moved_out = e.gone - e.idle
+check("of the kernel that was built %d loads and stores name another pair, %d R2UR are left out, %d stay" % (e.named, len(moved_out), e.kept), e.named > 1000 and len(moved_out) > 5 * e.kept)
+check("no YIELD stays, most are left out, and no REDUX of what all lanes have", sass.YIELD not in built.code.op and len(e.gone & e.idle) > len(e.idle - e.gone)
+      and not any(opcode(w) == sass.REDUX and field(w, 64, 41) == sass.REDUX_AND for w in built.code.word) and built.code.op.count(sass.REDUX) < k.code.op.count(sass.REDUX))
 check("and it is what was built", out == built.code.word)
-check("nothing else is left out, and nothing was there that looks like it", all(k.code.op[i] == sass.R2UR for i in e.gone) and LEFT_OUT not in k.code.word)
+check("nothing else is left out, and nothing was there that looks like it", all(k.code.op[i] in (sass.R2UR, sass.YIELD) for i in e.gone) and LEFT_OUT not in k.code.word)
 # a helper that calls what needs more registers than helpers keep makes ptxas ignore setmaxnreg, in a line of information; then compute warps have 128 and spill
 check("warps take and leave registers: three setmaxnreg", built.code.op.count(sass.USETMAXREG) == 3)
 check("layout.py leaves all of them out", not set(layout.moved(built, [0] * k.code.n).word) & {LEFT_OUT})
@@ -154,16 +184,16 @@ def refuses(prove, *args):
 
 def spoiled(name, spoil, of):
     """Spoils an instruction of that kind, in a block out of which something was left."""
-    called = descriptor.entries(k.code)
+    called = trim.entries(k.code)
     for first, last, _ in k.functions[1:]:
-        parts = descriptor.blocks(k.code, called, first, last)
+        parts = trim.blocks(k.code, called, first, last)
         for b in parts:
             gone = {i for i in e.gone if b.first <= i < b.end}
             one = next((i for i in range(b.first, b.end) if gone and i not in gone and of(i)), None)
             if one is not None:
                 bad = SimpleNamespace(c=k.code, pair=e.pair, now=lambda j: spoil(e.now(j)) if j == one else e.now(j))
-                tail = descriptor.waited_for(k.code, parts)[b]
-                return check("found: " + name, not refuses(descriptor.prove_block, e, b, gone, tail) and refuses(descriptor.prove_block, bad, b, gone, tail))
+                tail = trim.waited_for(k.code, parts)[b]
+                return check("found: " + name, not refuses(trim.prove_block, e, b, gone, tail) and refuses(trim.prove_block, bad, b, gone, tail))
     check("found: " + name, False)
 
 
@@ -176,7 +206,7 @@ spoiled("clocks that are missing", lambda w: placed(w, 105, 4, 4), lambda i: sta
 spoiled("a long stall without its bit", lambda w: placed(w, 109, 1, 1), lambda i: stall(e.now(i)[1]) > 11 and k.code.op[i] in (0x20C, 0x80C))
 e, gone, now = edited(*look, sts(4))
 e.gone.add(e.k.functions[1][0] + 7)
-parts = descriptor.blocks(e.c, descriptor.entries(e.c), *e.k.functions[1][:2])
-check("found: an R2UR left out whose register is read", refuses(descriptor.prove, e, parts, descriptor.waited_for(e.c, parts)))
+parts = trim.blocks(e.c, trim.entries(e.c), *e.k.functions[1][:2])
+check("found: an R2UR left out whose register is read", refuses(trim.prove, e, parts, trim.waited_for(e.c, parts)))
 sys.exit(bool(failed))
 PY
