@@ -150,8 +150,9 @@ with tempfile.TemporaryDirectory() as d:
 who = [1, 1, 1, 0, 0, 2, 2, 2]
 check("carried over: the same code, the same ranges", layout.carried(list("abcdefgh"), list("abcdefgh"), who) == (who, 0))
 check("carried over: what is new goes with what stands before it, what is gone is gone", layout.carried(list("abcdefgh"), list("abXcdegYh"), who) == ([1, 1, 1, 1, 0, 0, 2, 2, 2], 2))
-was, now = ["_Z3runi", "_Z4stayv", "_Z2ofILi1EEvv", "_Z2ofILi2EEvv", "_Z4gonev"], ["_Z3runij", "_Z4stayv", "_Z2ofILi1EEvi", "_Z2ofILi2EEvi", "_Z5othery"]
-check("carried over: a function with other parameters is the same one, if there is one such", layout.renamed(was, now) == {"_Z3runi": "_Z3runij"})
+was, now = ["_Z3runi", "_Z4stayv", "_Z2ofILi1ELb0EEvv", "_Z2ofILi2ELb0EEvv", "_Z4bothi", "_Z4bothj", "_Z4gonev"], ["_Z3runij", "_Z4stayv", "_Z2ofILi1ELb0EEvi", "_Z2ofILi3ELb0EEvi", "_Z4bothv", "_Z5othery"]
+check("carried over: a function with other parameters is the same one, if there is one such of its name and its template's arguments",
+      layout.renamed(was, now) == {"_Z3runi": "_Z3runij", "_Z2ofILi1ELb0EEvv": "_Z2ofILi1ELb0EEvi"})
 with tempfile.TemporaryDirectory() as d:
     before = open(with_order(d + "/layout.txt", k.functions[1][2])).read()
     run = subprocess.run([sys.executable, "megakernel/layout.py", "carry", plain, d + "/layout.txt", plain], capture_output=True, text=True)
