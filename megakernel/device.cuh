@@ -720,6 +720,8 @@ MK_CALL uint64_t mk_wait_late(const mk_insn *in, uint32_t kind, const mk_wait *w
 }
 
 /* Loops that are hot wait without a call, which would cost them their registers: they leave word and the controller looks at the clock. */
+/* Lanes that have parted do not take turns (trim.py leaves YIELD out): what a lane waits for no other lane of its warp may have yet to do, and between what one of them does and a wait for what
+ * comes of it the warp comes together. */
 
 /* Waits for a phase of a stage's barrier; on abort it returns anyway. */
 MK_DEV void mk_stage_await(uint32_t bar, uint32_t parity, uint32_t kind)
