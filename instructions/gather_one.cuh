@@ -87,10 +87,15 @@ MK_DEV float mk_rms_factor(const mk_plan *p, const float *sum)
 {
     return mk_rsqrt(mk_warps_sum(sum) * p->inv_k + p->x.eps);
 }
-/* What row r's results are to be multiplied by: 1/rms with RMS. After the barrier that follows the gathering. */
+/* 1/rms of row r; rms: there is such a norm, else 1. After the barrier that follows the gathering. */
+MK_DEV float mk_row_rms(const mk_dev *d, const mk_plan *p, uint32_t r, bool rms)
+{
+    return rms ? mk_rms_factor(p, d->sh->sumsq[d->memo->parity][r]) : 1;
+}
+/* What row r's results are to be multiplied by. */
 MK_DEV float mk_row_factor(const mk_dev *d, const mk_plan *p, uint32_t r)
 {
-    return p->x.prologue != MK_PRO_RMS ? 1 : mk_rms_factor(p, d->sh->sumsq[d->memo->parity][r]);
+    return mk_row_rms(d, p, r, p->x.prologue == MK_PRO_RMS);
 }
 
 /* Eight bf16 values at `at` become f16 where they lie. */
@@ -528,7 +533,7 @@ MK_DEV bool mk_is_staged(const mk_fed *f)
     return mk_uniform(memo->staged == f->plan.key && memo->step == sh->step.seq);
 }
 /* Stages wait 0's vector, of one row whose packets are dealt, unless it is staged. All compute threads call it; no barrier behind it yet. A function a form and prologue, and not part of
- * who multiplies: GEMVs, ROUTE and LM_HEAD gather alike, and code is larger than the caches. Returns mk_smem of its argument, which nobody has to keep over the call. */
+ * who multiplies: GEMVs, ROUTE and LM_HEAD gather alike, and code is larger than the caches. Takes the instruction's shared address and returns it, so that nobody has to keep it over the call. */
 template <bool F32, uint32_t FORM, uint32_t PRO> MK_CALL uint32_t mk_gather_one(uint32_t insn)
 {
     const mk_insn *in = mk_insn_at(insn);

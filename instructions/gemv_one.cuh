@@ -40,7 +40,7 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(uint32_t insn)
     to = mk_keep_at(to);
     mk_sync(); /* the input is staged */
     mk_trace_input(d);
-    float norm = (rms ? mk_rms_factor(p, sh->sumsq[memo->parity][0]) : 1) * scale; /* now: a warp waits for a stage rather than all for a warp */
+    float norm = mk_row_rms(d, p, 0, rms) * scale; /* now: a warp waits for a stage rather than all for a warp */
     mk_keep(&norm);
     mk_stagger(&way);
     mk_product_one<FORM>(MK_FAULT_TAPE, &slot, &t, tiles, &way, &lap, mk_smem(sh->staging) + beside, mk_row_stride(p->x.k), p->head_shift, part, d->lane);
@@ -75,15 +75,15 @@ template <uint32_t FORM> MK_CALL void mk_gemv_one(uint32_t insn)
 }
 
 /* By mk_plan.one: the commonest first, one comparison behind the other. */
-MK_DEV void mk_gemv_one_run(uint32_t in, uint32_t one)
+MK_DEV void mk_gemv_one_run(uint32_t insn, uint32_t one)
 {
 #define X(f32, form, pro)                                                                                              \
     mk_keep(&one);                                                                                                     \
-    if (one == MK_ONE(f32, form, pro)) return mk_gemv_one<form>(mk_gather_one<f32, form, pro>(in));
+    if (one == MK_ONE(f32, form, pro)) return mk_gemv_one<form>(mk_gather_one<f32, form, pro>(insn));
     MK_ONES_OFTEN(X)
 #undef X
     switch (one) {
-#define X(f32, form, pro) case MK_ONE(f32, form, pro): mk_gemv_one<form>(mk_gather_one<f32, form, pro>(in)); break;
+#define X(f32, form, pro) case MK_ONE(f32, form, pro): mk_gemv_one<form>(mk_gather_one<f32, form, pro>(insn)); break;
         MK_ONES_SELDOM(X)
 #undef X
     }

@@ -106,8 +106,7 @@ MK_DEV uint32_t instruction(uint32_t *what)
     }
     mk_fed *f = &sh->fed[slot];
     const uint32_t run = mk_uniform(f->place.run);
-    static_assert(MK_TRACED << 23 == MK_N_TRACED, "the one becomes the other");
-    if (lane == 0) memo->n = n | (run & MK_TRACED) << 23;
+    if (lane == 0) memo->n = n | (run & MK_TRACED) * (MK_N_TRACED / MK_TRACED);
     if (tid == 0) mk_flag_set(&sh->current, 2 * n + 1);
     if (tid == 0 && run & MK_TRACED) f->note.start = mk_now_low();
     __syncwarp();
@@ -156,9 +155,9 @@ MK_DEV void compute(const mk_gpu_args *a)
 #pragma unroll 1
     for (;;) {
         uint32_t what;
-        const uint32_t in = instruction(&what);
+        const uint32_t insn = instruction(&what);
         if (MK_IS_ONE(what)) { /* most are */
-            mk_gemv_one_run(in, what);
+            mk_gemv_one_run(insn, what);
             continue;
         }
         /* what every layer has of FP8, first: one comparison behind the other, for a switch is a tree of as many for each */
@@ -168,28 +167,28 @@ MK_DEV void compute(const mk_gpu_args *a)
         run;                                                                                                           \
         continue;                                                                                                      \
     }
-        X(MK_ONE_UP + 1, mk_up_one<MK_X_F16>(in))
-        X(MK_ONE_ROUTE, call_mk_route_one_run(in))
-        X(MK_ONE_DOWN + 3, (mk_down_one<MK_X_F16, 2>(in)))
-        X(MK_ONE_DOWN + 4, (mk_down_one<MK_X_F16, 3>(in)))
-        X(MK_ONE_DELTA, mk_delta_one<0>(in))
-        X(MK_ONE_DELTA + 2, mk_delta_one<MK_W_FP8>(in))
+        X(MK_ONE_UP + 1, mk_up_one<MK_X_F16>(insn))
+        X(MK_ONE_ROUTE, call_mk_route_one_run(insn))
+        X(MK_ONE_DOWN + 3, (mk_down_one<MK_X_F16, 2>(insn)))
+        X(MK_ONE_DOWN + 4, (mk_down_one<MK_X_F16, 3>(insn)))
+        X(MK_ONE_DELTA, mk_delta_one<0>(insn))
+        X(MK_ONE_DELTA + 2, mk_delta_one<MK_W_FP8>(insn))
 #undef X
         switch (what) {
-        case MK_ONE_UP: mk_up_one<MK_X_BF16>(in); break;
-        case MK_ONE_DOWN: mk_down_one<MK_X_BF16, 2>(in); break;
-        case MK_ONE_DOWN + 1: mk_down_one<MK_X_BF16, 3>(in); break;
-        case MK_ONE_DOWN + 2: mk_down_one<MK_X_BF16, 4>(in); break;
-        case MK_ONE_DOWN + 5: mk_down_one<MK_X_F16, 4>(in); break;
-        case MK_ONE_DELTA + 1: mk_delta_one<MK_W_BF16>(in); break;
-        case MK_OP_ROUTER: mk_router_run(mk_insn_at(in)); break;
-        case MK_ONE_ROUTE + 1: call_mk_route_pair_run(in); break;
-        case MK_ONE_GQA: mk_gqa_run<true>(in); break;
-        case MK_ONE_MLA: mk_mla_one_run(in); break;
-        case MK_OP_COMBINE: mk_combine_run(in); break;
+        case MK_ONE_UP: mk_up_one<MK_X_BF16>(insn); break;
+        case MK_ONE_DOWN: mk_down_one<MK_X_BF16, 2>(insn); break;
+        case MK_ONE_DOWN + 1: mk_down_one<MK_X_BF16, 3>(insn); break;
+        case MK_ONE_DOWN + 2: mk_down_one<MK_X_BF16, 4>(insn); break;
+        case MK_ONE_DOWN + 5: mk_down_one<MK_X_F16, 4>(insn); break;
+        case MK_ONE_DELTA + 1: mk_delta_one<MK_W_BF16>(insn); break;
+        case MK_OP_ROUTER: mk_router_run(mk_insn_at(insn)); break;
+        case MK_ONE_ROUTE + 1: call_mk_route_pair_run(insn); break;
+        case MK_ONE_GQA: mk_gqa_run<true>(insn); break;
+        case MK_ONE_MLA: mk_mla_one_run(insn); break;
+        case MK_OP_COMBINE: mk_combine_run(insn); break;
         case MK_OP_LM_HEAD: matrix_run(false); break;
         case MK_OP_LEAVE: mk_phase_carry(a, true); return;
-        default: other(in, what);
+        default: other(insn, what);
         }
     }
 }

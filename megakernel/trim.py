@@ -223,7 +223,7 @@ class Edit:
         for n, (first, end, _) in enumerate(k.functions):
             if any(self.c.op[i] == R2UR or i in self.idle for i in range(first, end)):
                 self.function(blocks(self.c, called, first, end), n > 0 and self.pair is not None)
-                self.kept += sum(n > 0 and self.k.code.op[i] == R2UR and i not in self.gone for i in range(first, end))
+        self.kept = sum(op == R2UR and i not in self.gone for i, op in enumerate(k.code.op) if i >= k.functions[0][1])
 
     def write(self):
         words = {**self.word, **dict.fromkeys(self.gone, LEFT_OUT)}
@@ -232,9 +232,10 @@ class Edit:
     def now(self, i):
         return self.word.get(i, self.c.word[i])
 
-    def function(self, parts, called):
-        c, closer, dead = self.c, set(), {i for b in parts for i in range(b.first, b.end) if i in self.idle}
-        if called:
+    def function(self, parts, renames):
+        """renames: its loads and stores are to name the entry's pair."""
+        c, closer, dead = self.c, set(), self.idle & {i for b in parts for i in range(b.first, b.end)}
+        if renames:
             for i, held in holders(c, parts).items():
                 u = field(c.word[i], NAMES[c.op[i]], 6)
                 if {UNIFORM_LOW + u, UNIFORM_HIGH + u + 1} <= held:

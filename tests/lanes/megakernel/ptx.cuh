@@ -37,7 +37,12 @@ MK_DEV uint32_t lanes_top(const uint32_t *v) { uint32_t x = 0; for (int i = 0; i
 #define __any_sync(m, p)          (lanes_any(lanes_meet("__any_sync", __LINE__, (p) ? 1 : 0)) != 0)
 #define __all_sync(m, p)          (lanes_any(lanes_meet("__all_sync", __LINE__, (p) ? 1 : 0)) == 0xffffffffu)
 #define __ballot_sync(m, p)       lanes_any(lanes_meet("__ballot_sync", __LINE__, (p) ? 1 : 0))
-MK_DEV uint32_t lanes_same(const uint32_t *v) { for (int i = 1; i < 32; i++) if (v[i] != v[0]) abort(); return v[0]; }
+MK_DEV uint32_t lanes_same(const uint32_t *v)
+{
+    for (int i = 1; i < 32; i++)
+        if (v[i] != v[0]) lanes_wrong("lanes of a warp have different words", v[0], v[i]);
+    return v[0];
+}
 #define __reduce_and_sync(m, v)   lanes_same(lanes_meet("__reduce_and_sync", __LINE__, v)) /* mk_uniform's, of what all have */
 #define __reduce_max_sync(m, v)   lanes_top(lanes_meet("__reduce_max_sync", __LINE__, v))
 template <typename T> MK_DEV uint32_t lanes_word(T v)
