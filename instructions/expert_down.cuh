@@ -663,7 +663,8 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_both_load(mk_both<EIGHT
     y->x += h->to.next_x;
     y->row += h->to.next_row;
     if (!y->left) {
-        mk_stage_leave(y->slot.bar + MK_EMPTY, threadIdx.x % 32, mk_words_of(b->w) | (FP8 ? mk_words_of(b->f[0]) | mk_words_of(b->f[1]) : 0), lap->none);
+        uint32_t empty = y->slot.bar + MK_EMPTY; /* left when what was loaded is there: what comes next is worked out meanwhile */
+        mk_keep(&empty);
         mk_next_move(&y->slot, lap);
         if (__builtin_expect(h->several, 0)) {
             const mk_tile *t = &fed->plan.tile;
@@ -677,6 +678,8 @@ template <uint32_t FORM, uint32_t EIGHTS> MK_DEV void mk_both_load(mk_both<EIGHT
         } else {
             y->row += h->to.stage_row;
         }
+        mk_keep(&y->slot.bar), mk_keep(&y->slot.stage), mk_keep(&y->slot.phase), mk_keep(&y->row);
+        mk_stage_leave(empty, threadIdx.x % 32, mk_words_of(b->w) | (FP8 ? mk_words_of(b->f[0]) | mk_words_of(b->f[1]) : 0), lap->none);
     }
 }
 

@@ -49,7 +49,7 @@ template <uint32_t FORM> MK_CALL void mk_up_of(const mk_insn *in)
     const uint32_t nrows = d->step->nrows, inter = in->expert.inter, workers = d->a->workers;
     const mk_divisor by_T = {f->plan.magic, in->expert.T};
     const uint32_t all = routes->n_union * by_T.n, units = mk_units(f->plan.tile.rows / 2), x = mk_smem(d->sh->staging);
-    mk_stage_input(in, true, 0, f->plan.x.k);
+    mk_stage_input(mk_smem(in), true, 0, f->plan.x.k);
     mk_sync(); /* nobody reads the reduction area any more */
     mk_trace_input(d);
 
@@ -107,8 +107,9 @@ template <uint32_t WAYS> MK_DEV float mk_up_value(uint32_t at, uint32_t to_up, f
  * the products are there: a row's choices are the union's experts in that order, so a slice has the number of its packets. */
 template <uint32_t FORM> MK_CALL void mk_up_one(uint32_t insn)
 {
+    const mk_fed *given = mk_fed_of(mk_insn_at(insn));
+    if (!mk_is_staged(given)) insn = mk_stage_input(insn, true, 0, given->plan.x.k); /* by ROUTE, mostly */
     const mk_insn *in = mk_insn_at(insn);
-    if (!mk_is_staged(mk_fed_of(in))) in = mk_insn_at(mk_stage_input(in, true, 0, mk_fed_of(in)->plan.x.k)); /* by ROUTE, mostly */
     const mk_dev here = mk_here(in), *d = &here;
     const mk_fed *f = mk_fed_of(in);
     const mk_routes *routes = (const mk_routes *)mk_local_at(d, in->wait[1].vec);

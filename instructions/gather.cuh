@@ -42,23 +42,24 @@ MK_DEV void mk_gather(const mk_insn *in, uint32_t c0, uint32_t n, bool again)
 }
 
 /* Stages values [c0, c0 + n) of wait 0's vector; whole: that is all of it, which stays for instructions that read the same vector in the same way. All compute
- * threads call it, and may read the staging area then. Returns mk_smem of its argument. */
-MK_CALL uint32_t mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint32_t n)
+ * threads call it, and may read the staging area then. Takes the instruction's shared address and returns it, as mk_gather_one does. */
+MK_CALL uint32_t mk_stage_input(uint32_t insn, bool whole, uint32_t c0, uint32_t n)
 {
+    const mk_insn *in = mk_insn_at(insn);
     mk_shared *sh = mk_sh();
     const mk_plan *p = &mk_fed_of(in)->plan;
     mk_memo *memo = &sh->memo[threadIdx.x / 32];
     const uint32_t step = sh->step.seq;
     if (whole && memo->staged == p->key && memo->step == step) {
         if (sh->step.nrows > MK_MAX_ROWS / 2) mk_sync(); /* the product before is read: mk_red_base has but one place for so many rows */
-        return mk_smem(in);
+        return insn;
     }
     if (sh->step.nrows == 1 && p->dealt) {
         uint32_t at;
         if (p->dealt == 1)
-            at = mk_gather_rms(mk_smem(in));
+            at = mk_gather_rms(insn);
         else
-            at = p->x.form == MK_X_F16 ? mk_gather_one<true, MK_X_F16, MK_ONE_FAR>(mk_smem(in)) : mk_gather_one<true, MK_X_BF16, MK_ONE_FAR>(mk_smem(in));
+            at = p->x.form == MK_X_F16 ? mk_gather_one<true, MK_X_F16, MK_ONE_FAR>(insn) : mk_gather_one<true, MK_X_BF16, MK_ONE_FAR>(insn);
         mk_sync();
         return at;
     }
@@ -74,7 +75,7 @@ MK_CALL uint32_t mk_stage_input(const mk_insn *in, bool whole, uint32_t c0, uint
           (p->x.form == MK_X_F16 ? mk_gather_dealt<MK_X_F16>(in, whole, c0, n) : p->x.form == MK_X_BF16 && mk_gather_dealt<MK_X_BF16>(in, whole, c0, n))))
         mk_gather(in, c0, n, c0 != 0);
     mk_sync();
-    return mk_smem(in);
+    return insn;
 }
 
 /* By a warp: the bf16 values at [at, end), a lane's eight every `step` bytes, become f16 where they lie. Returns the inverse of the power of two that they were multiplied by. */

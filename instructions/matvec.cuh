@@ -192,7 +192,7 @@ MK_DEV uint32_t mk_static_next(const mk_insn *in, uint32_t chunk)
     __syncwarp();
     if (threadIdx.x % 32 == 0) sh->memo[threadIdx.x / 32].chunk = chunk;
     __syncwarp();
-    mk_stage_input(in, c.whole, c.s0 * p->tile.per << (p->tile.wtype == MK_W_FP8 ? 6 : 5), mk_chunk_values(p, &c));
+    mk_stage_input(mk_smem(in), c.whole, c.s0 * p->tile.per << (p->tile.wtype == MK_W_FP8 ? 6 : 5), mk_chunk_values(p, &c));
     if (!chunk) {
         const mk_dev d = mk_here(in);
         mk_trace_input(&d);

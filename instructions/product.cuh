@@ -211,77 +211,93 @@ MK_DEV mk_accs mk_product_as(uint32_t kind, mk_next *slot, const mk_tile *t, con
         c[i] = (BY_ROW && t->shift == MK_SHIFT_ALL ? 4 * min(y->row0 + 8 * i + (lane >> 2), rows - 1) : mk_scale_place(y->places, i)) - lap->scales;
         mk_keep(&c[i]);
     }
-    const auto next_stage = [&](uint32_t last) {
-        mk_stage_leave(slot->bar + MK_EMPTY, lane, last, none);
+    const auto next_stage = [&](uint32_t last) { /* what comes next is worked out while what was loaded is on its way */
+        uint32_t empty = slot->bar + MK_EMPTY;
+        mk_keep(&empty);
         mk_next_move(slot, lap);
         kb += MK_GROUPS * per;
         turn += per;
         k = kb + ((y->way - turn) & (ways - 1));
         end = min(kb + per, nkb);
+        mk_keep(&slot->bar), mk_keep(&slot->stage), mk_keep(&slot->phase), mk_keep(&kb), mk_keep(&k), mk_keep(&end);
+        mk_stage_leave(empty, lane, last, none);
     };
 
+    /* a turn is gone round again by what is known before its products: whether the next stage has a K block for the warp */
+    const auto goes_on = [&] {
+        uint32_t on = k < end && kb < last_kb;
+        mk_keep(&on);
+        return on;
+    };
+    uint32_t on = goes_on();
 #pragma unroll 1
     while (kb < last_kb) {
-        if (__builtin_expect(!there, 0)) mk_stage_await(slot->bar, slot->phase, kind);
-        if (k >= end) {
+        if (!on) {
+            mk_stage_wait(slot->bar, slot->phase, kind);
             next_stage(0);
+            on = goes_on();
             there = mk_mbar_test(slot->bar, slot->phase);
             continue;
         }
-        const uint32_t stage = mk_after(slot->stage), norms = mk_after(norm), w = stage + y->row_at + (k - kb) * kb_bytes, xk = mk_after(column) + k * VALUES;
-        float part[U][NT][4], f[U][FP8 ? 2 * NT : 1], n0[U], n1[U];
-        uint32_t a[U][NT][8];
-        uint4 v[U][FP8 ? 2 : 1];
-        bool has[U];
+#pragma unroll 1
+        do {
+            if (__builtin_expect(!there, 0)) mk_stage_await(slot->bar, slot->phase, kind);
+            const uint32_t stage = mk_after(slot->stage), norms = mk_after(norm), w = stage + y->row_at + (k - kb) * kb_bytes, xk = mk_after(column) + k * VALUES;
+            float part[U][NT][4], f[U][FP8 ? 2 * NT : 1], n0[U], n1[U];
+            uint32_t a[U][NT][8];
+            uint4 v[U][FP8 ? 2 : 1];
+            bool has[U];
 #pragma unroll
-        for (uint32_t u = 0; u < U; u++) { /* whoever is not there has the first one's place and does not count */
-            has[u] = !u || k + u * ways < end;
-            const uint32_t to = has[u] ? u * ways : 0, wu = w + to * kb_bytes, xu = xk + to * VALUES;
+            for (uint32_t u = 0; u < U; u++) { /* whoever is not there has the first one's place and does not count */
+                has[u] = !u || k + u * ways < end;
+                const uint32_t to = has[u] ? u * ways : 0, wu = w + to * kb_bytes, xu = xk + to * VALUES;
 #pragma unroll
-            for (uint32_t j = 0; j < NT; j++) mk_tile_load(a[u][j], wu + 256 * j, rows);
-            if (FP8) {
-                const uint32_t scale = stage + (k + to >> shift) * y->scale_row;
-                v[u][0] = mk_ldx_f16(xu), v[u][1] = mk_ldx_f16(xu + 64);
+                for (uint32_t j = 0; j < NT; j++) mk_tile_load(a[u][j], wu + 256 * j, rows);
+                if (FP8) {
+                    const uint32_t scale = stage + (k + to >> shift) * y->scale_row;
+                    v[u][0] = mk_ldx_f16(xu), v[u][1] = mk_ldx_f16(xu + 64);
 #pragma unroll
-                for (uint32_t i = 0; i < 2 * NT; i++) f[u][i] = mk_lds(scale + c[i]);
-            } else {
-                v[u][0] = mk_ldx_bf16(xu);
+                    for (uint32_t i = 0; i < 2 * NT; i++) f[u][i] = mk_lds(scale + c[i]);
+                } else {
+                    v[u][0] = mk_ldx_bf16(xu);
+                }
+                n0[u] = n1[u] = 1;
+                if (FP8 || head_shift != MK_NO_NORM) {
+                    const uint32_t by = norms + 4 * (FP8 ? k + to : k + to >> head_shift);
+                    n0[u] = mk_lds(by);
+                    if (!ONE) n1[u] = mk_lds(by + next_norm);
+                }
             }
-            n0[u] = n1[u] = 1;
-            if (FP8 || head_shift != MK_NO_NORM) {
-                const uint32_t by = norms + 4 * (FP8 ? k + to : k + to >> head_shift);
-                n0[u] = mk_lds(by);
-                if (!ONE) n1[u] = mk_lds(by + next_norm);
+            /* the stage may be filled anew as soon as all of it is in registers */
+#pragma unroll
+            for (uint32_t u = 0; u < U; u++) {
+#pragma unroll
+                for (uint32_t j = 0; j < NT; j++)
+#pragma unroll
+                    for (uint32_t i = 0; i < 8; i++) mk_keep(&a[u][j][i]);
+#pragma unroll
+                for (uint32_t i = 0; FP8 && i < 2 * NT; i++) mk_keep(&f[u][i]);
             }
-        }
-        /* the stage may be filled anew as soon as all of it is in registers */
+            if ((k += U * ways) >= end) next_stage(a[U - 1][NT - 1][7] | a[U - 1][0][7] | (FP8 ? __float_as_uint(f[U - 1][FP8 ? 2 * NT - 1 : 0]) : 0));
+            on = goes_on();
 #pragma unroll
-        for (uint32_t u = 0; u < U; u++) {
+            for (uint32_t u = 0; u < U; u++)
 #pragma unroll
-            for (uint32_t j = 0; j < NT; j++)
+                for (uint32_t j = 0; j < NT; j++)
+                    if constexpr (FP8)
+                        mk_tile_product_fp8(part[u][j], a[u][j], v[u][0], v[u][1]);
+                    else
+                        mk_tile_product(part[u][j], a[u][j], v[u][0]);
+            there = mk_mbar_test(slot->bar, slot->phase);
 #pragma unroll
-                for (uint32_t i = 0; i < 8; i++) mk_keep(&a[u][j][i]);
+            for (uint32_t u = 0; u < U; u++)
 #pragma unroll
-            for (uint32_t i = 0; FP8 && i < 2 * NT; i++) mk_keep(&f[u][i]);
-        }
-        if ((k += U * ways) >= end) next_stage(a[U - 1][NT - 1][7] | a[U - 1][0][7] | (FP8 ? __float_as_uint(f[U - 1][FP8 ? 2 * NT - 1 : 0]) : 0));
-#pragma unroll
-        for (uint32_t u = 0; u < U; u++)
-#pragma unroll
-            for (uint32_t j = 0; j < NT; j++)
-                if constexpr (FP8)
-                    mk_tile_product_fp8(part[u][j], a[u][j], v[u][0], v[u][1]);
-                else
-                    mk_tile_product(part[u][j], a[u][j], v[u][0]);
-        there = mk_mbar_test(slot->bar, slot->phase);
-#pragma unroll
-        for (uint32_t u = 0; u < U; u++)
-#pragma unroll
-            for (uint32_t j = 0; j < NT; j++) {
-                float4 sum = acc.tile[j];
-                mk_tile_add<ONE>(&sum, part[u][j], FP8 ? f[u][FP8 ? 2 * j : 0] : 1, FP8 ? f[u][FP8 ? 2 * j + 1 : 0] : 1, n0[u], n1[u]);
-                if (has[u]) acc.tile[j] = sum;
-            }
+                for (uint32_t j = 0; j < NT; j++) {
+                    float4 sum = acc.tile[j];
+                    mk_tile_add<ONE>(&sum, part[u][j], FP8 ? f[u][FP8 ? 2 * j : 0] : 1, FP8 ? f[u][FP8 ? 2 * j + 1 : 0] : 1, n0[u], n1[u]);
+                    if (has[u]) acc.tile[j] = sum;
+                }
+        } while (on);
     }
     slot->at += s1 - s0;
     return acc;

@@ -55,22 +55,21 @@ MK_CALL void matrix_run(bool gemv)
 #define X(run, ...)                                                                                                    \
     MK_CALL void call_##run(uint32_t insn)                                                                             \
     {                                                                                                                  \
-        const mk_insn *in = mk_insn_at(insn);                                                                          \
         __VA_ARGS__                                                                                                    \
-        const mk_dev d = mk_here(in);                                                                                  \
+        const mk_dev d = mk_here(mk_insn_at(insn));                                                                                  \
         run(&d);                                                                                                       \
     }
 /* h, for its norm, for who comes next and for what is done aside meanwhile. If one row is dealt there is no barrier behind it: ROUTE has another before it looks. */
-MK_DEV const mk_insn *staged(const mk_insn *in)
+MK_DEV uint32_t staged(uint32_t insn)
 {
-    const mk_plan *p = &mk_fed_of(in)->plan;
+    const mk_plan *p = &mk_fed_of(mk_insn_at(insn))->plan;
     const bool one = mk_sh()->step.nrows == 1 && p->dealt == 1;
-    const uint32_t at = one ? mk_gather_rms(mk_smem(in)) : mk_stage_input(in, true, 0, p->x.k);
+    insn = one ? mk_gather_rms(insn) : mk_stage_input(insn, true, 0, p->x.k);
     __syncwarp();
     if (mk_arrives(mk_tid_now() % 32)) mk_mbar_arrive(mk_smem(&mk_sh()->route_staged));
-    return mk_insn_at(at);
+    return insn;
 }
-#define STAGED in = staged(in);
+#define STAGED insn = staged(insn);
 X(mk_embed_run)
 X(mk_route_one_run, STAGED)
 X(mk_route_pair_run, STAGED)

@@ -676,7 +676,7 @@ MK_SCHED_FN void mk_sched_compose(mk_sched *s, uint64_t now)
         if (!mk_sched_generates(t)) continue;
         /* a pinned stream that needs all rows has a prompt's as well, every second step */
         if (d->nrows + mk_sched_rows(t) > (d->nrows || !(s->step & 1) ? most : rows)) {
-            if (left_out == n_active) left_out = at;
+            if (left_out == n_active && mk_sched_rows(t) <= rows) left_out = at; /* whom the event ring has no room for keeps nobody's turn */
             continue;
         }
         mk_sched_row(s, d, i, pos);

@@ -95,7 +95,7 @@ static void unpublish(void)
 
 static void gather_rows(void)
 {
-    mk_stage_input(&lanes_shared->fed[0].in, part == plan.x.k, part0, part);
+    mk_stage_input(mk_smem(&lanes_shared->fed[0].in), part == plan.x.k, part0, part);
 }
 static void gather_one(void)
 {

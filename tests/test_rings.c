@@ -607,6 +607,30 @@ static void prompt_with_little_room(void **state)
     }
 }
 
+/* A pinned stream that needs more rows than the event ring has room for keeps nobody's turn; when there is room it has its own. */
+static void pinned_without_room(void **state)
+{
+    (void)state;
+    enum { STREAMS = 8, ROOM = 5 };
+    uint32_t had[STREAMS + 1] = {0};
+    pins(0, MK_MAX_ROWS);
+    for (uint32_t i = 1; i <= STREAMS; i++) pins(i, 1);
+    for (uint32_t step = 0; step < STREAMS; step++) {
+        g->read = g->s.event_next - (MK_EVENT_RING - ROOM * MK_SCHED_EVENTS);
+        compose();
+        for (uint32_t i = 0; i <= STREAMS; i++) had[i] += rows_of(i);
+        finish(60);
+    }
+    for (uint32_t i = 1; i <= STREAMS; i++) assert_in_range(had[i], ROOM - 1, ROOM); /* the first step has a row less */
+    assert_int_equal(had[0], 0);
+    for (uint32_t step = 0; step < 3; step++, finish(60)) {
+        g->read = g->s.event_next;
+        compose();
+        had[0] += rows_of(0);
+    }
+    assert_true(had[0] >= MK_MAX_ROWS);
+}
+
 /* ---- words that the host changes at any time ------------------------------------------------------------------------ */
 
 /* After a cancel the stream ends at its pending token; what had come along is forgotten, for other tokens stand there now. */
@@ -897,7 +921,7 @@ int main(void)
 {
 #define T(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
     const struct CMUnitTest tests[] = {T(packed), T(completed), T(event_packets), T(tokens_ride), T(long_append), T(appends_queue), T(targets), T(pinned), T(turns), T(prompt_beside_many),
-                                       T(prompt_beside_few), T(pinned_beside_another), T(prompts_beside_many), T(who_begins), T(oldest_closes), T(oldest_prompt), T(two_of_three), T(hardly_any_room), T(two_in_turn), T(pinned_not_apart), T(pinned_beside_a_prompt), T(pinned_among_others), T(prompt_with_little_room),
+                                       T(prompt_beside_few), T(pinned_beside_another), T(prompts_beside_many), T(who_begins), T(oldest_closes), T(oldest_prompt), T(two_of_three), T(hardly_any_room), T(two_in_turn), T(pinned_not_apart), T(pinned_beside_a_prompt), T(pinned_among_others), T(prompt_with_little_room), T(pinned_without_room),
                                        T(cancelled_append), T(cancelled_then_generated), T(entry_clears_cancel), T(credits), T(full_event_ring), T(follows), T(short_way)};
     return cmocka_run_group_tests_name("rings", tests, NULL, NULL);
 }
