@@ -23,6 +23,7 @@ MK_DEV uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint32_t)((uint64_t)a
 template <typename T> MK_DEV T __ldg(const T *p) { return *p; }
 MK_DEV uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 MK_DEV uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+MK_DEV uint32_t min(uint32_t a, uint16_t b) { return a < b ? a : b; }
 MK_DEV int min(int a, int b) { return a < b ? a : b; }
 MK_DEV uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
 MK_DEV uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t s)
