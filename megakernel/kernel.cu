@@ -56,7 +56,7 @@ MK_CALL void matrix_run(bool gemv)
     MK_CALL void call_##run(uint32_t insn)                                                                             \
     {                                                                                                                  \
         __VA_ARGS__                                                                                                    \
-        const mk_dev d = mk_here(mk_insn_at(insn));                                                                                  \
+        const mk_dev d = mk_here(mk_insn_at(insn));                                                                    \
         run(&d);                                                                                                       \
     }
 /* h, for its norm, for who comes next and for what is done aside meanwhile. If one row is dealt there is no barrier behind it: ROUTE has another before it looks. */
