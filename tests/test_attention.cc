@@ -28,10 +28,6 @@ static uint32_t page[PAGES], at0;     /* the item's; its first stage */
 static float *query;                  /* [heads][nk] */
 static float *found;                  /* [16][latent + 4] */
 
-static float bf16_random(void)
-{
-    return __uint_as_float(lanes_random(2) << 31 | (118 + lanes_random(10)) << 23 | lanes_random(128) << 16);
-}
 static uint32_t cache_of(void)
 {
     return of.fp8 ? MK_CACHE_FP8 : MK_CACHE_ACT;
@@ -128,7 +124,7 @@ template <uint32_t NH, bool FP8> static void check(void)
     const uint32_t floats = mk_partial_floats(of.latent);
     query = (float *)malloc(of.heads * (of.latent + of.rope) * sizeof *query);
     /* what comes through the exchange is bf16; turned values are not */
-    for (uint32_t i = 0; i < of.heads * (of.latent + of.rope); i++) query[i] = i % (of.latent + of.rope) < of.latent ? bf16_random() : bf16_random() * 1.001f;
+    for (uint32_t i = 0; i < of.heads * (of.latent + of.rope); i++) query[i] = i % (of.latent + of.rope) < of.latent ? lanes_bf16_random(118) : lanes_bf16_random(118) * 1.001f;
     float *const one = (float *)malloc(16 * floats * sizeof *one);
     found = one;
     prepare();
@@ -155,7 +151,7 @@ static void check_shape(uint32_t latent, uint32_t rope, uint32_t heads, uint32_t
     for (uint32_t t = 0; t < PAGES * MK_PAGE; t++) {
         uint8_t *row = pool + t * bytes;
         for (uint32_t c = 0; c < latent + rope; c++) {
-            const uint16_t h = (uint16_t)mk_bf16_bits(bf16_random());
+            const uint16_t h = (uint16_t)mk_bf16_bits(lanes_bf16_random(118));
             if (!fp8) memcpy(row + 2 * c, &h, 2);
             if (fp8 && c >= latent) memcpy(row + mk_latent_key_at(latent, MK_CACHE_FP8, 2) + (c - latent) * 2, &h, 2);
         }

@@ -222,10 +222,7 @@ static void publish(void)
     memset(words, 0, sizeof words);
     mk_pair_table(words + MAP, start, pair_packets(), u.slice_packets);
     const uint32_t all = of.rows * row_packets();
-    lanes_packets = all + of.rows * from.slice_packets + out.slice_packets + 512; /* memory goes on */
-    lanes_exchange = exchange = (uint4 *)malloc(lanes_packets * sizeof *exchange);
-    lanes_late = (uint32_t *)malloc(lanes_packets * sizeof *lanes_late);
-    lanes_asked = (uint8_t *)calloc(lanes_packets, 1);
+    exchange = lanes_exchange_open(all + of.rows * from.slice_packets + out.slice_packets + 512); /* memory goes on */
     alone = exchange + all + of.rows * from.slice_packets;
     for (uint32_t i = 0; i < lanes_packets; i++) {
         const uint32_t q = i % pair_packets(), pair = i / pair_packets(), s = q / u.slice_packets, first = start[s] + q % u.slice_packets * 6;
@@ -296,7 +293,7 @@ static void check(const shape *s)
                      of.slices, r, of.rows, of.topk, of.experts, off, differ ? " not" : "", single ? " not" : "", one ? " not" : "");
     }
     for (uint32_t e = 0; e < of.experts; e++) free(matrix[e]);
-    free(value), free(base), free(exchange), free(lanes_late), free(lanes_asked), free(several), free(other);
+    free(value), free(base), lanes_exchange_close(), free(several), free(other);
 }
 
 /* All at once. */

@@ -63,12 +63,7 @@ static bool plan_of(const shape *s, uint32_t width)
 static void publish(const shape *s)
 {
     const uint32_t per = s->f32 ? 3 : 6, packets = vec.nslice * vec.slice_packets;
-    lanes_packets = rows * packets;
-    exchange = (uint4 *)calloc(lanes_packets, sizeof *exchange);
-    lanes_late = (uint32_t *)malloc(lanes_packets * sizeof *lanes_late);
-    lanes_asked = (uint8_t *)calloc(lanes_packets, 1);
-    lanes_exchange = exchange;
-    for (uint32_t i = 0; i < lanes_packets; i++) lanes_late[i] = 0xffffffffu;
+    exchange = lanes_exchange_open(rows * packets);
     for (uint32_t r = 0; r < rows; r++)
         for (uint32_t t = 0; t < vec.nslice; t++) {
             uint4 *to = exchange + r * packets + t * vec.slice_packets;
@@ -87,10 +82,6 @@ static void publish(const shape *s)
                 if ((first < end && first < s->in_off + s->k && end > s->in_off) || trailer) lanes_late[r * packets + t * vec.slice_packets + p] = lanes_random(3) ? 0 : lanes_random(40);
             }
         }
-}
-static void unpublish(void)
-{
-    free(exchange), free(lanes_late), free(lanes_asked);
 }
 
 static void gather_rows(void)
@@ -111,8 +102,7 @@ static void gather_one(void)
 static void fill(uint32_t first)
 {
     mk_shared *sh = lanes_shared;
-    for (uint32_t i = 0; i < sizeof *sh; i++) ((uint8_t *)sh)[i] = (uint8_t)lanes_random(256);
-    sh->aborted = 0;
+    lanes_shared_draw();
     sh->vec[0] = vec;
     sh->vec[0].start_index = 0;
     for (uint32_t i = 0; i <= vec.nslice; i++) sh->start[i] = (uint16_t)start[i];
@@ -234,7 +224,7 @@ static void check(const shape *s, uint32_t nrows, const char *what)
     }
 done:
     free(several), free(one), free(staged), free(factor), free(value), free(gamma_of);
-    unpublish();
+    lanes_exchange_close();
 }
 
 /* As the presets have them: h, latents, o, chosen experts' and dense down projections. */
@@ -300,7 +290,7 @@ static void test_gives_up(void **)
     lanes_flag_read = NULL;
     assert_int_equal(named, 1);
     free(value);
-    unpublish();
+    lanes_exchange_close();
 }
 
 /* Not dealt: what gathering by arithmetic would do wrong. */
@@ -343,13 +333,12 @@ static void test_is_told(void **)
     fill(0);
     assert_false(lanes_run(gather_rows));
     free(x), free(value), free(gamma_of);
-    unpublish();
+    lanes_exchange_close();
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_presets), cmocka_unit_test(test_random), cmocka_unit_test(test_gives_up), cmocka_unit_test(test_refused), cmocka_unit_test(test_is_told)};
-    lanes_shared = (mk_shared *)aligned_alloc(128, (sizeof(mk_shared) + 127) / 128 * 128);
-    memset(lanes_shared, 0, sizeof *lanes_shared);
+    lanes_shared_open();
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

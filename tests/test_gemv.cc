@@ -141,10 +141,7 @@ static void check(const shape *s)
     for (uint32_t t = 0; t <= slices; t++) start[t] = min(t * of.slice, of.k);
     vec[0] = lanes_vec(of.f32 ? MK_F32 : MK_BF16, slices, of.slice, of.k, &end);
     vec[1] = lanes_vec(MK_F32, 1, of.n, of.n, &end), vec[2] = lanes_vec(of.out_f32 ? MK_F32 : MK_BF16, 1, of.n, of.n, &end);
-    lanes_packets = (uint32_t)(end / 16) + 512;
-    exchange = (uint8_t *)malloc(lanes_packets * 16), lanes_exchange = (const uint4 *)exchange;
-    lanes_late = (uint32_t *)malloc(lanes_packets * sizeof *lanes_late);
-    lanes_asked = (uint8_t *)calloc(lanes_packets, 1);
+    exchange = (uint8_t *)lanes_exchange_open((uint32_t)(end / 16) + 512);
 
     total = of.n * halves, nkb = (of.k + per - 1) / per, nst = (nkb + of.per - 1) / of.per;
     const uint32_t phase = lanes_random(2) ? lanes_random(MK_SCALE_ROWS) : MK_SCALE_ROWS - 1 - lanes_random(of.n), nseg = !of.fp8 ? 0 : of.scale_k ? (phase + of.n - 1) / MK_SCALE_ROWS + 1 : total;
@@ -182,7 +179,7 @@ static void check(const shape *s)
             fail_msg("%s, %s, %u values, %u results, epilogue %u, row %u of %u: an error of %g; bits are%s those of mk_gemv_one", of.f32 ? "f32" : "bf16", of.fp8 ? "e4m3" : "bf16", of.k, of.n, of.epilogue, r, of.rows, off,
                      differ ? " not" : "");
     }
-    free(exchange), free(lanes_late), free(lanes_asked), free(segment), free(value), free(gain), free(residual), free(all), free(alone);
+    lanes_exchange_close(), free(segment), free(value), free(gain), free(residual), free(all), free(alone);
 }
 
 /* Inputs and results as models have them, of one to four tiles, of one side and of two, scales of blocks and of rows, whole and in parts. */

@@ -34,10 +34,6 @@ static uint4 *exchange, *out; /* out: packets that the items publish of a row of
 static uint32_t whole;
 static uint32_t counter = 0x7fffffffu;
 
-static float bf16_random(void)
-{
-    return __uint_as_float(lanes_random(2) << 31 | (120 + lanes_random(8)) << 23 | lanes_random(128) << 16);
-}
 static uint32_t params(void)
 {
     return (of.norm ? of.dim : 0) + of.rope / 2;
@@ -237,17 +233,13 @@ template <uint32_t NB> static void check(const shape *s, uint32_t values = 0)
     memset(pool, 0xff, 2 * PAGES * mk_gqa_page_values(of.kv_heads, of.dim));
     for (uint32_t t = 0; t < of.first; t++)
         for (uint32_t kv = 0; kv < of.kv_heads; kv++)
-            for (uint32_t c = 0; c < 2 * of.dim; c++) cached(kv, c / of.dim, t)[c % of.dim] = (uint16_t)mk_bf16_bits(bf16_random());
+            for (uint32_t c = 0; c < 2 * of.dim; c++) cached(kv, c / of.dim, t)[c % of.dim] = (uint16_t)mk_bf16_bits(lanes_bf16_random(120));
     value = (float *)malloc(of.rows * vec.width * sizeof *value);
-    for (uint32_t i = 0; i < of.rows * vec.width; i++) value[i] = bf16_random();
+    for (uint32_t i = 0; i < of.rows * vec.width; i++) value[i] = lanes_bf16_random(120);
     param = (float *)malloc(2 * params() * sizeof *param + 4);
     for (uint32_t k = 0; k < 2; k++)
         for (uint32_t i = 0; i < params(); i++) param[k * params() + i] = i < params() - of.rope / 2 ? 0.5f + 0.01f * (float)lanes_random(100) : powf(10000.0f, -2.0f * (float)(i - (params() - of.rope / 2)) / (float)of.rope);
-    lanes_packets = (uint32_t)mk_packet_offset(&vec, 2, 0, 0) / 16;
-    lanes_exchange = exchange = (uint4 *)calloc(lanes_packets, sizeof *exchange);
-    lanes_late = (uint32_t *)malloc(lanes_packets * sizeof *lanes_late);
-    memset(lanes_late, 0xff, lanes_packets * sizeof *lanes_late);
-    lanes_asked = (uint8_t *)calloc(lanes_packets, 1);
+    exchange = lanes_exchange_open((uint32_t)mk_packet_offset(&vec, 2, 0, 0) / 16);
     stage_from = (const uint16_t **)malloc(4096 * sizeof *stage_from);
     const size_t room = (size_t)MK_MAX_ROWS * partial_floats() * sizeof *bulk;
     float *const one = (float *)malloc(room), *const several = (float *)malloc(room);
@@ -273,7 +265,7 @@ template <uint32_t NB> static void check(const shape *s, uint32_t values = 0)
             differ += memcmp(one + r * partial_floats() + i * floats, several + r * partial_floats() + i * floats, (of.dim + 2) * sizeof *one) != 0;
         if (differ || !(off < 2e-2)) fail_msg("%u heads, %u KV heads of %u, position %u: an error of %g; bits of %u partials are not those of several rows", of.heads, of.kv_heads, of.dim, of.first + r, off, differ);
     }
-    free(one), free(several), free(pool), free(value), free(param), free(exchange), free(lanes_late), free(lanes_asked), free(stage_from);
+    free(one), free(several), free(pool), free(value), free(param), lanes_exchange_close(), free(stage_from);
 }
 
 /* Eight rows that share their items, whose last split ends behind some of them; rows over an edge of splits, which are two groups; splits of one page and of several turns. */

@@ -29,11 +29,8 @@ static void publish(void)
     k = start[slices], packets = slices * slice_packets;
     value = (uint16_t *)malloc(experts * k * sizeof *value);
     for (uint32_t i = 0; i < experts * k; i++) value[i] = (uint16_t)(lanes_random(2) << 15 | (100 + lanes_random(40)) << 7 | lanes_random(128));
-    lanes_packets = experts * packets + MK_PAIR_MOST; /* memory goes on */
-    exchange = (uint4 *)malloc(lanes_packets * sizeof *exchange);
-    lanes_late = (uint32_t *)calloc(lanes_packets, sizeof *lanes_late);
-    lanes_asked = (uint8_t *)calloc(lanes_packets, 1);
-    lanes_exchange = exchange;
+    exchange = lanes_exchange_open(experts * packets + MK_PAIR_MOST); /* memory goes on */
+    memset(lanes_late, 0, lanes_packets * sizeof *lanes_late);
     memset(words, 0, sizeof words);
     mk_pair_table(words, start, packets, slice_packets);
     for (uint32_t i = 0; i < lanes_packets; i++) {
@@ -50,7 +47,7 @@ static void publish(void)
 }
 static void unpublish(void)
 {
-    free(value), free(exchange), free(lanes_late), free(lanes_asked);
+    free(value), lanes_exchange_close();
 }
 
 /* As mk_down_one stages them. */
@@ -104,8 +101,7 @@ template <uint32_t FORM, uint32_t LOADS> static void check(void)
     publish();
     if (packets <= 32 * LOADS && experts) {
         mk_shared *sh = lanes_shared;
-        for (uint32_t i = 0; i < sizeof *sh; i++) ((uint8_t *)sh)[i] = (uint8_t)lanes_random(256);
-        sh->aborted = 0;
+        lanes_shared_draw();
         mk_fed *f = &sh->fed[0];
         memset(f, 0, sizeof *f);
         f->plan.packets = packets, f->in.expert.k = k, f->place.epoch[0] = EPOCH;
@@ -149,7 +145,6 @@ static void test_random(void **)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_alike), cmocka_unit_test(test_random)};
-    lanes_shared = (mk_shared *)aligned_alloc(128, (sizeof(mk_shared) + 127) / 128 * 128);
-    memset(lanes_shared, 0, sizeof *lanes_shared);
+    lanes_shared_open();
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -150,9 +150,7 @@ static void check(const shape *s)
     uint64_t end = 0;
     for (uint32_t t = 0; t <= slices; t++) start[t] = min(t * of.slice, of.k);
     vec[0] = lanes_vec(MK_F32, slices, of.slice, of.k, &end), vec[1] = {}, vec[2] = lanes_vec(MK_BF16, of.topk * of.T, most, of.topk * of.inter, &end);
-    lanes_packets = (uint32_t)(end / 16) + 512;
-    exchange = (uint8_t *)malloc(lanes_packets * 16), lanes_exchange = (const uint4 *)exchange;
-    lanes_late = (uint32_t *)malloc(lanes_packets * sizeof *lanes_late), lanes_asked = (uint8_t *)calloc(lanes_packets, 1);
+    exchange = (uint8_t *)lanes_exchange_open((uint32_t)(end / 16) + 512);
 
     nkb = (of.k + per - 1) / per;
     uint32_t nseg = 0;
@@ -201,7 +199,7 @@ static void check(const shape *s)
     }
     for (uint32_t e = 0; e < of.experts; e++)
         for (uint32_t t = 0; t < of.T; t++) free(segment[e][t]);
-    free(exchange), free(lanes_late), free(lanes_asked), free(stages), free(value), free(gain), free(all), free(alone);
+    lanes_exchange_close(), free(stages), free(value), free(gain), free(all), free(alone);
 }
 
 /* Slices of one tile to four, of one length and of two, some of them over an edge of scales; workers that have all of them, many or one; experts of one value. */

@@ -74,6 +74,18 @@ MK_DEV lanes_index lanes_block(void) { return {0}; }
 static mk_shared *lanes_shared;
 static uint32_t lanes_ring[2]; /* where the ring begins and ends, if a test has one */
 static uint8_t *lanes_stored; /* NULL, or how often each byte of the staging area was */
+/* Shared memory without a ring (ring.h opens one with it): once. */
+MK_DEV void lanes_shared_open(void)
+{
+    lanes_shared = (mk_shared *)aligned_alloc(128, (sizeof(mk_shared) + 127) / 128 * 128);
+    memset(lanes_shared, 0, sizeof *lanes_shared);
+}
+/* It holds anything but that somebody has given up. */
+MK_DEV void lanes_shared_draw(void)
+{
+    for (uint32_t i = 0; i < sizeof *lanes_shared; i++) ((uint8_t *)lanes_shared)[i] = (uint8_t)lanes_random(256);
+    lanes_shared->aborted = 0;
+}
 MK_DEV mk_shared *mk_sh(void) { return lanes_shared; }
 MK_DEV uint32_t mk_smem(const void *p) { return (uint32_t)((const uint8_t *)p - (const uint8_t *)lanes_shared); }
 MK_DEV void *lanes_at(uint32_t at, uint32_t bytes)
@@ -158,6 +170,20 @@ static const uint4 *lanes_exchange;
 static uint32_t lanes_packets;
 static uint32_t *lanes_late; /* of each packet: how many looks find nothing; 0xffffffff: it is never published */
 static uint8_t *lanes_asked; /* whether somebody has looked */
+/* An exchange of n packets, zeros, of which none is ever published unless lanes_late is told. */
+MK_DEV uint4 *lanes_exchange_open(uint32_t n)
+{
+    uint4 *exchange = (uint4 *)calloc(n, sizeof *exchange);
+    lanes_packets = n, lanes_exchange = exchange;
+    lanes_late = (uint32_t *)malloc(n * sizeof *lanes_late);
+    memset(lanes_late, 0xff, n * sizeof *lanes_late);
+    lanes_asked = (uint8_t *)calloc(n, 1);
+    return exchange;
+}
+MK_DEV void lanes_exchange_close(void)
+{
+    free((void *)lanes_exchange), free(lanes_late), free(lanes_asked);
+}
 MK_DEV uint4 mk_packet_load(const uint4 *p)
 {
     const size_t i = (size_t)(p - lanes_exchange);
@@ -185,6 +211,11 @@ MK_DEV uint32_t mk_bf16_bits(float f)
 {
     const uint32_t u = __float_as_uint(f);
     return (u & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (u + 0x7fffu + (u >> 16 & 1)) >> 16;
+}
+/* Drawn: of either sign, below 2, of exponents from `lowest` on. */
+MK_DEV float lanes_bf16_random(uint32_t lowest)
+{
+    return __uint_as_float(lanes_random(2) << 31 | (lowest + lanes_random(128 - lowest)) << 23 | lanes_random(128) << 16);
 }
 MK_DEV uint32_t mk_bf16_pair(float a, float b) { return mk_bf16_bits(a) | mk_bf16_bits(b) << 16; }
 MK_DEV float mk_rsqrt(float x) { return 1.0f / sqrtf(x); }
