@@ -728,8 +728,8 @@ MK_DEV bool feed_cache(mk_feed *f, const mk_gpu_args *a, const mk_shared *sh, co
                     if (!feed_room(f)) return false;
                     f->unloaded ? mk_mbar_arrive(f->bar) : mk_mbar_expect(f->bar, 2 * tokens * bytes);
                 }
-                if (own && !f->unloaded) mk_bulk_copy_kept(to, from, own * bytes, f->bar);
-                if (own < tokens && !f->unloaded) mk_bulk_copy_kept(to + own * bytes, before + (from - at) + own * bytes, (tokens - own) * bytes, f->bar);
+                if (own && !f->unloaded) mk_bulk_copy(to, from, own * bytes, f->bar, f->policy);
+                if (own < tokens && !f->unloaded) mk_bulk_copy(to + own * bytes, before + (from - at) + own * bytes, (tokens - own) * bytes, f->bar, f->policy);
                 here -= own;
                 from += tokens * bytes;
                 if (half & 1) feed_next(f);

@@ -99,7 +99,7 @@ MK_DEV bool mk_mbar_test(uint32_t b, uint32_t parity) /* does not wait */
                  : "memory");
     return ok != 0;
 }
-/* Weights are read once a token: they leave L2 first. */
+/* What is read once a token leaves L2 first: weights, and pages of a cache, of which a long context has more than L2 holds. (What several items read they ask for at nearly the same time.) */
 MK_DEV uint64_t mk_evict_first(void)
 {
     uint64_t policy;
@@ -111,11 +111,6 @@ MK_DEV void mk_bulk_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
                  "l"(src), "r"(bytes), "r"(bar), "l"(policy)
                  : "memory");
-}
-/* The same of what others read as well: L2 keeps it as it keeps anything. */
-MK_DEV void mk_bulk_copy_kept(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
-{
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
 }
 /* On its way to L2. Multiples of 16. */
 MK_DEV void mk_bulk_prefetch(const uint8_t *src, uint32_t bytes)
